@@ -121,12 +121,13 @@ class LocalStorage(Storage):
 
     def make_folder(self, folder: str) -> None:
         with self._translated("make folder", folder):
-            self._make_root()
+            self.make_root()
             parent, _, name = folder.rpartition("/")
             with self._folder(parent) as fd:
                 os.mkdir(name, dir_fd=fd)
 
-    def _make_root(self) -> None:
+    def make_root(self) -> None:
+        """Makes the root and its missing parents, durably; fine when they are there."""
         missing: list[str] = []
         path = self.root
         while not os.path.isdir(path):
@@ -156,7 +157,7 @@ class LocalStorage(Storage):
     def replace(self, path: str, data: bytes) -> None:
         folder, _, name = path.rpartition("/")
         with self._translated("write", path, needed=len(data)):
-            self._make_root()
+            self.make_root()
             if folder:
                 with contextlib.suppress(FileExistsError), self._folder("") as root:
                     os.mkdir(folder, dir_fd=root)

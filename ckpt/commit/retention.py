@@ -1,0 +1,140 @@
+"""Which steps stay and why (pure), and how a step ends: it stops being committed first, then its data goes (I4)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from ckpt import points
+from ckpt.commit.line import Line, best_of
+from ckpt.commit.roster import Pin, StepFolder
+from ckpt.errors import CheckpointError
+from ckpt.format import names
+from ckpt.storage.base import Storage
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """keep_last: number of newest steps, None for all; keep_every: steps divisible by it stay; keep_best: number of
+    best ones by `monitor`."""
+
+    keep_last: int | None = 3
+    keep_every: int | None = None
+    keep_best: int = 0
+    monitor: str | None = None
+    mode: str = "min"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """keep: step folder's name -> reasons; remove: what may go, oldest first."""
+
+    keep: Mapping[str, tuple[str, ...]]
+    remove: tuple[StepFolder, ...]
+
+
+def choose(
+    line: Line, policy: Policy, pins: Mapping[int, Pin], *, damaged: Collection[str] = (), protected: Collection[str] = ()
+) -> Choice:
+    """The union of all reasons to keep; none counts against another (I5).
+
+    damaged: names of steps known to be damaged, which count for nothing but stay themselves until `keep_last` newer
+    ones exist; protected: names that stay whatever the policy says (just committed, resumed from). Steps of other runs
+    are in no list: retention never touches them.
+    """
+    good = [folder for folder in line.steps if folder.name not in damaged]
+    reasons: dict[str, list[str]] = {}
+
+    def keep(folder: StepFolder, why: str) -> None:
+        reasons.setdefault(folder.name, []).append(why)
+
+    count = len(good) if policy.keep_last is None else policy.keep_last
+    for folder in good[-count:] if count else ():
+        keep(folder, "last")
+    if policy.keep_best and policy.monitor is not None:
+        for folder in best_of(good, policy.monitor, policy.mode)[: policy.keep_best]:
+            keep(folder, "best")
+    newest = good[-count].step if count and len(good) >= count else None
+    for folder in line.steps:
+        if policy.keep_every and folder.step % policy.keep_every == 0 and folder.name not in damaged:
+            keep(folder, "every")
+        if folder.step in pins:
+            keep(folder, "pinned")
+        if folder.name in protected:
+            keep(folder, "in use")
+        if folder.name in damaged and (policy.keep_last is None or newest is None or folder.step >= newest):
+            keep(folder, "damaged, kept for a look")
+    remove = [folder for folder in line.steps if folder.name not in reasons]
+    incarnation = max((f.manifest.incarnation for f in line.steps if f.manifest), default=0)
+    current = [f for f in good if f.manifest is not None and f.manifest.incarnation == incarnation]
+    for folder in line.off:
+        # Abandoned steps are the way back from a mistaken rollback until the new line stands on its own feet.
+        if folder.step in pins:
+            keep(folder, "pinned")
+        elif policy.keep_last is None or len(current) < policy.keep_last:
+            keep(folder, "abandoned, until the new line has enough")
+        else:
+            remove.append(folder)
+    return Choice({name: tuple(why) for name, why in reasons.items()}, tuple(remove))
+
+
+def remove_step(storage: Storage, folder: str) -> None:
+    """Ends one step. After the first change a scan no longer sees it; a kill in between leaves debris at most.
+
+    Raises CheckpointError; the step may then be gone as far as a scan can tell, with debris left.
+    """
+    points.reach("remove.unpublish.before")
+    if storage.abilities.renames_folders:
+        trash = f"{names.TRASH_PREFIX}{folder}-{os.urandom(8).hex()}"
+        if not storage.publish(folder, trash):
+            return
+        # Without it a power cut could bring back a step whose files are gone.
+        storage.sync_folder()
+    else:
+        trash = folder
+        storage.remove_file(f"{folder}/{names.MANIFEST}")
+    points.reach("remove.unpublish.after")
+    storage.remove_folder(trash, on_half=lambda: points.reach("remove.half"))
+    points.reach("remove.done")
+
+
+def retire(
+    storage: Storage, choice: Choice, reread: Callable[[], Mapping[int, Pin]], *, spare: Collection[str] = ()
+) -> list[str]:
+    """Removes what `choice` lets go; a failure is a warning, tried again after the next save. Returns the names gone.
+
+    reread: the pins as they are now; they can be set beside a live run, so they are read again just before removing.
+    """
+    gone: list[str] = []
+    if not choice.remove:
+        return gone
+    points.reach("retention.begin")
+    pins = reread()
+    for folder in choice.remove:
+        if folder.step in pins or folder.name in spare:
+            continue
+        try:
+            remove_step(storage, folder.name)
+            gone.append(folder.name)
+        except CheckpointError as error:
+            log.warning("could not remove %s, will try again after the next save: %s", folder.name, error)
+    return gone
+
+
+def sweep(storage: Storage, debris: Collection[str], *, spare: Collection[str] = ()) -> list[str]:
+    """Removes remains of dead attempts and removals, of any shape. Only for the owner of the root's lock: another
+    writer's attempt looks the same. A failure is a warning. Returns the names gone."""
+    gone: list[str] = []
+    for name in debris:
+        if name in spare:
+            continue
+        try:
+            storage.remove_folder(name)
+            gone.append(name)
+        except CheckpointError as error:
+            log.warning("could not remove %s, will try again after the next save: %s", name, error)
+    return gone

@@ -1,0 +1,200 @@
+"""What a root holds: committed steps, damaged ones, debris and what is not ours. resume, ls, retention, verify and
+chaos all ask `scan`, so that "committed" has one meaning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedFormatError
+from ckpt.format import names
+from ckpt.format.manifest import Manifest
+from ckpt.storage.base import Entry, Storage
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A folder that holds, or should hold, one checkpoint.
+
+    name: the folder's name; manifest: None when there is none or it is damaged; problem: why the step is not committed
+    (None when it is); unsupported: the manifest is of a format version this package does not know.
+    """
+
+    name: str
+    manifest: Manifest | None = None
+    problem: str | None = None
+    kind: str = ""
+    unsupported: UnsupportedFormatError | None = None
+
+    @property
+    def committed(self) -> bool:
+        return self.manifest is not None and self.problem is None
+
+    @property
+    def step(self) -> int:
+        """From the manifest where there is one; else what the name says."""
+        if self.manifest is not None:
+            return self.manifest.step
+        return names.parse_step_name(self.name) or 0
+
+
+@dataclass(frozen=True)
+class Pin:
+    step: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Roster:
+    """A root at one moment. `exists`: the root is there at all. Steps are sorted by (incarnation, step)."""
+
+    exists: bool
+    steps: tuple[StepFolder, ...] = ()
+    damaged: tuple[StepFolder, ...] = ()
+    debris: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    pins: dict[int, Pin] = field(default_factory=dict)
+
+    def manifest_of(self, name: str) -> Manifest | None:
+        return next((folder.manifest for folder in self.steps if folder.name == name), None)
+
+
+class Scanner:
+    """Scans one root, keeping what it parsed for as long as the manifests' files stay the same."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._parsed: dict[str, tuple[tuple[int, ...], Manifest]] = {}
+
+    def scan(self) -> Roster:
+        """Raises StorageUnavailableError when the root could not be listed or a manifest could not be read."""
+        listed = self.storage.list()
+        if listed is None:
+            return Roster(False)
+        steps: list[StepFolder] = []
+        damaged: list[StepFolder] = []
+        debris: list[str] = []
+        foreign: list[str] = []
+        pins: dict[int, Pin] = {}
+        for entry in listed:
+            if entry.name.startswith((names.TMP_PREFIX, names.TRASH_PREFIX)):
+                debris.append(entry.name)
+            elif entry.name == names.PINS and entry.kind == "folder":
+                pins = self._pins()
+            elif not entry.name.startswith("."):
+                folder = self._folder(entry)
+                if folder is None:
+                    foreign.append(entry.name)
+                else:
+                    (steps if folder.committed else damaged).append(folder)
+        steps.sort(key=_by_order)
+        damaged.sort(key=lambda folder: folder.step)
+        return Roster(True, tuple(_distinct(steps)), tuple(damaged), tuple(debris), tuple(foreign), pins)
+
+    def _folder(self, entry: Entry) -> StepFolder | None:
+        """The step in `entry`, or None for what is not ours."""
+        named = names.parse_step_name(entry.name) is not None
+        if entry.kind != "folder":
+            return StepFolder(entry.name, None, "it is not a folder", "not-a-folder") if named else None
+        return self.look(entry.name, named)
+
+    def look(self, name: str, named: bool = True) -> StepFolder | None:
+        """The checkpoint in folder `name`; None when there is none and the name (`named`) does not promise one."""
+        prefix = f"{name}/" if name else ""
+        path = f"{prefix}{names.MANIFEST}"
+        stat = self.storage.stat(path)
+        if stat is None:
+            return StepFolder(name, None, "its manifest is missing", "missing-manifest") if named else None
+        cached = self._parsed.get(name)
+        if cached is not None and stat.mark and cached[0] == stat.mark:
+            manifest = cached[1]
+        else:
+            try:
+                data = self.storage.read(path, names.MAX_MANIFEST)
+                if data is None:
+                    return StepFolder(name, None, "its manifest is missing", "missing-manifest") if named else None
+                manifest = Manifest.parse(data, f"{self.storage.url}/{path}")
+            except UnsupportedFormatError as error:
+                return StepFolder(name, None, str(error), "unsupported-format", error)
+            except CorruptCheckpointError as error:
+                return StepFolder(name, None, str(error), error.kind) if named else None
+            self._parsed[name] = (stat.mark, manifest)
+        return self._with_files(name, manifest)
+
+    def _with_files(self, name: str, manifest: Manifest) -> StepFolder:
+        found = {entry.name: entry for entry in self.storage.list(name) or ()}
+        for listed in manifest.files:
+            entry = found.get(listed.name)
+            if entry is None or entry.kind != "file":
+                return StepFolder(name, manifest, f"its file {listed.name} is missing", "missing-file")
+            if entry.bytes != listed.bytes:
+                why = f"its file {listed.name} has {entry.bytes:,} bytes instead of {listed.bytes:,}"
+                return StepFolder(name, manifest, why, "length")
+        return StepFolder(name, manifest)
+
+    def _pins(self) -> dict[int, Pin]:
+        pins: dict[int, Pin] = {}
+        for entry in self.storage.list(names.PINS) or ():
+            step = names.parse_step_name(entry.name.removesuffix(".json"))
+            if step is None or not entry.name.endswith(".json") or entry.name.startswith("."):
+                continue
+            note = ""
+            data = self.storage.read(f"{names.PINS}/{entry.name}", names.MAX_PIN) if entry.kind == "file" else None
+            try:
+                note = str(json.loads(data or b"{}").get("note", ""))
+            except (ValueError, AttributeError, RecursionError):
+                # A pin that cannot be read still pins: keeping too much is the safe side.
+                note = "(unreadable note)"
+            pins[step] = Pin(step, note)
+        return pins
+
+
+def _by_order(folder: StepFolder) -> tuple[int, int, str]:
+    assert folder.manifest is not None
+    return (*folder.manifest.order, folder.name)
+
+
+def _distinct(steps: Sequence[StepFolder]) -> list[StepFolder]:
+    """One folder a save: a copy under another name beside the original is the same checkpoint."""
+    best: dict[str, StepFolder] = {}
+    for folder in steps:
+        assert folder.manifest is not None
+        known = best.get(folder.manifest.save)
+        if known is None or folder.name == names.step_name(folder.step):
+            best[folder.manifest.save] = folder
+    return sorted(best.values(), key=_by_order)
+
+
+def looks_ours(storage: Storage, folder: str) -> bool:
+    """True when `folder` holds nothing but files a checkpoint is made of, so that an uncommitted remainder of ours can
+    be told from somebody else's folder."""
+    listed = storage.list(folder)
+    if listed is None:
+        return False
+    return all(
+        entry.kind == "file"
+        and (
+            entry.name == names.MANIFEST
+            or (entry.name.startswith("rank-") and entry.name.endswith((".json", ".safetensors")))
+        )
+        for entry in listed
+    )
+
+
+def set_pin(storage: Storage, step: int, note: str) -> None:
+    """Pins a committed step, durably; a second call replaces the note. Takes no lock.
+
+    Raises NotCommittedError for a step that is not committed, ValueError for a note of more than 1 KiB.
+    """
+    if len(note.encode("utf-8", "surrogatepass")) > 1024:
+        raise ValueError("a pin's note holds at most 1 KiB")
+    if not any(folder.step == step for folder in Scanner(storage).scan().steps):
+        raise NotCommittedError(f"Step {step} is not committed in {storage.url}.", step=step, path=storage.url)
+    data = json.dumps({"step": step, "note": note}).encode("ascii")
+    storage.replace(f"{names.PINS}/{names.step_name(step)}.json", data)
+
+
+def remove_pin(storage: Storage, step: int) -> None:
+    """Takes a step's pin away; fine when there is none."""
+    storage.remove_file(f"{names.PINS}/{names.step_name(step)}.json")
