@@ -16,6 +16,7 @@ ITEMSIZE: dict[str, int] = {
     "float32": 4, "float64": 8, "int64": 8, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+HEADER_ITEMSIZE: dict[str, int] = {name: ITEMSIZE[dtype] for dtype, name in _SAFETENSORS.items()}
 
 
 def header_entry(dtype: str, sizes: tuple[int, ...]) -> tuple[str, list[int]]:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError
 
+# Escapes of a JSON text, one after the other: a pair of surrogates, a lone one (group 1), any other.
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+MAX_NODES = 32_000_000  # values of one text: what they take once parsed is about 60 bytes each
+
 
 def dump(value: Any) -> bytes:
-    """ASCII, no spaces, keys in the order given: the same value gives the same bytes."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    """ASCII, no spaces, keys in the order given: the same value gives the same bytes.
+
+    Raises ValueError for NaN, infinities and text with a lone surrogate, which no strict reader would take back.
+    """
+    data = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if has_lone_surrogate(data):
+        raise ValueError("a text holds a lone surrogate")
+    return data
+
+
+def has_lone_surrogate(data: bytes | bytearray) -> bool:
+    """True when the JSON text `data` spells half a surrogate pair, which is no character."""
+    if b"\\ud" not in data and b"\\uD" not in data:
+        return False
+    return any(match.group(1) is not None for match in _ESCAPES.finditer(data))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -36,8 +56,9 @@ def _finite(text: str) -> float:
 def load(data: bytes | bytearray, *, what: str, kind: str, limit: int, path: str | None = None) -> dict[str, Any]:
     """The JSON object in `data`.
 
-    Raises CorruptCheckpointError of `kind` for anything else: over `limit` bytes (checked before parsing), not UTF-8,
-    duplicate keys, NaN, numbers out of range, nesting beyond what the parser bears, or a value that is no object.
+    Raises CorruptCheckpointError of `kind` for anything else: over `limit` bytes or MAX_NODES values (both checked
+    before parsing), not UTF-8, duplicate keys, NaN, numbers out of range, lone surrogates, nesting beyond what the
+    parser bears, or a value that is no object.
     """
 
     def corrupt(why: str) -> CorruptCheckpointError:
@@ -45,6 +66,12 @@ def load(data: bytes | bytearray, *, what: str, kind: str, limit: int, path: str
 
     if len(data) > limit:
         raise corrupt(f"it has {len(data):,} bytes, more than the limit of {limit:,}")
+    # A few bytes of text become an object of 60: counted first, a small file cannot take a machine's memory.
+    nodes = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if nodes > MAX_NODES:
+        raise corrupt(f"it holds about {nodes:,} values, more than the limit of {MAX_NODES:,}")
+    if has_lone_surrogate(data):
+        raise corrupt("a text in it holds a lone surrogate")
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -84,7 +111,7 @@ class Fields:
     def natural(self, key: str, limit: int = 1 << 62) -> int:
         value = self.get(key, int)
         if not 0 <= value <= limit:
-            raise self.error(f"{key!r} is {value}, out of range")
+            raise self.error(f"{key!r} is {str(value)[:40]}, out of range")
         return value
 
     def matching(self, key: str, accept: Any) -> str:
@@ -99,5 +126,5 @@ class Fields:
     def column(self, key: str, length: int | None = None) -> list[Any]:
         value = self.get(key, list)
         if length is not None and len(value) != length:
-            raise self.error(f"{key!r} has {len(value)} entries instead of {length}")
+            raise self.error(f"{key!r} has {len(value):,} entries instead of {length:,}")
         return value

@@ -7,59 +7,31 @@ found without any other file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckpt.format import jsontext, names
 from ckpt.format.digest import digest
-from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.jsontext import Fields
+from ckpt.format.tables import (
+    FileEntry,
+    Parent,
+    PlacementGroup,
+    TensorTable,
+    UnreadTable,
+    read_files,
+    read_groups,
+    read_table,
+)
 from ckpt.format.values import Json, decode, encode_float
 
+__all__ = ["SEAL_BYTES", "FileEntry", "Manifest", "Parent", "PlacementGroup", "TensorTable", "seal"]
+
 _SEAL = b',"xxh3_128":"'  # what stands between the sealed bytes and their digest
-_SEAL_BYTES = len(_SEAL) + 32 + len(b'"}\n')
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of the step's folder: its length in bytes and the digest of all of them."""
-
-    name: str
-    bytes: int
-    xxh3_128: str
-
-
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """The save that this one's process resumed from."""
-
-    step: int
-    incarnation: int
-    save: str
-
-
-@dataclass(frozen=True, slots=True)
-class TensorTable:
-    """Every tensor of the checkpoint, in columns: full name, dtype, global shape, number of its placement group.
-
-    aliases: name -> the name in the table whose bytes it shares.
-    """
-
-    names: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    groups: tuple[int, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementGroup:
-    """Which ranks hold pieces of a tensor: "whole" (one piece, on the first rank), "shards", or "per-rank"."""
-
-    kind: str
-    ranks: tuple[int, ...]
+SEAL_BYTES = len(_SEAL) + 32 + len(b'"}\n')
+_TABLES = b',"tensors":{'  # the last member before the seal, so that a listing need not decode it
 
 
 @dataclass(frozen=True)
@@ -90,8 +62,33 @@ class Manifest:
     def world_size(self) -> int:
         return self.world["size"]
 
+    @cached_property
+    def _by_name(self) -> dict[str, FileEntry]:
+        return {entry.name: entry for entry in self.files}
+
     def file(self, name: str) -> FileEntry | None:
-        return next((entry for entry in self.files if entry.name == name), None)
+        return self._by_name.get(name)
+
+    @cached_property
+    def _indexes(self) -> dict[int, list[FileEntry]]:
+        result: dict[int, list[FileEntry]] = {}
+        for entry in self.files:
+            rank = names.rank_of_index(entry.name)
+            if rank is not None:
+                result.setdefault(rank, []).append(entry)
+        return result
+
+    def index_file(self, rank: int) -> FileEntry:
+        """The entry of the index of `rank`. Raises CorruptCheckpointError (kind "manifest") unless there is one."""
+        found = self._indexes.get(rank, [])
+        if len(found) != 1:
+            raise CorruptCheckpointError(
+                f"The manifest is damaged: it lists {len(found)} indexes of rank {rank}.",
+                kind="manifest",
+                step=self.step,
+                stage="read",
+            )
+        return found[0]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -117,7 +114,7 @@ class Manifest:
             "parts": {key: dict(value) for key, value in self.parts.items()},
             "environment": dict(self.environment),
             "timings": dict(self.timings),
-            "files": [{"name": f.name, "bytes": f.bytes, "xxh3_128": f.xxh3_128} for f in self.files],
+            "files": [_file(entry) for entry in self.files],
             "groups": [{"kind": g.kind, "ranks": list(g.ranks)} for g in self.groups],
             "tensors": {
                 "names": table.names,
@@ -127,19 +124,28 @@ class Manifest:
                 "aliases": dict(table.aliases),
             },
         }
-        sealed = jsontext.dump(head)[:-1]
-        return sealed + _SEAL + digest(sealed).encode("ascii") + b'"}\n'
+        return seal(jsontext.dump(head)[:-1])
 
     @staticmethod
-    def parse(data: bytes, path: str | None = None) -> Manifest:
+    def parse(data: bytes, path: str | None = None, *, tables: bool = True) -> Manifest:
         """The manifest in `data`.
 
-        Raises UnsupportedFormatError for a version that is not known (looked at before anything else, so that a newer
-        format is told as such), CorruptCheckpointError (kind "manifest") for anything that is not sealed and whole.
+        tables=False leaves `tensors` undecoded, for listings: everything else, and the digest over all of `data`, is
+        checked the same. Any use of `tensors` of such a manifest is a ValueError.
+
+        Raises CorruptCheckpointError (kind "manifest", or "file-name") for anything that is not sealed and whole, and
+        UnsupportedFormatError for a sealed manifest of an unknown version. The seal is looked at first: a flipped bit
+        in the version must be damage, for which an older step is taken, and not a newer format, for which none is.
         """
-        value = jsontext.load(data, what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
+        if len(data) > names.MAX_MANIFEST:
+            raise _damaged(f"it has {len(data):,} bytes, more than the limit of {names.MAX_MANIFEST:,}", path)
+        body, end = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+        if end != seal(body)[-SEAL_BYTES:]:
+            raise _damaged("its bytes do not match its own digest", path)
+        head = None if tables else _head(data, path)
+        value = head or jsontext.load(data, what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
         top = Fields(value, what="manifest", kind="manifest", path=path)
-        version = top.get("format", int)
+        version = top.natural("format", 1 << 31)
         if version < 1:
             raise top.error(f"'format' is {version}")
         if version != names.FORMAT_VERSION:
@@ -150,29 +156,57 @@ class Manifest:
                 path=path,
                 hint="Install a newer ckpt to read it.",
             )
-        sealed, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-        if not seal.startswith(_SEAL) or seal != _SEAL + digest(sealed).encode("ascii") + b'"}\n':
-            raise top.error("its bytes do not match its own digest")
-        return _parse(top)
+        return _parse(top, tables)
 
 
-def _parse(top: Fields) -> Manifest:
-    files = _files(top)
-    groups = tuple(_group(top, item) for item in top.column("groups"))
+def _file(entry: FileEntry) -> dict[str, Json]:
+    value: dict[str, Json] = {"name": entry.name, "bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
+    if entry.source is not None:
+        value["source"] = list(entry.source)
+    return value
+
+
+def seal(body: bytes) -> bytes:
+    """The bytes of a manifest: `body`, a JSON object without its closing brace, and the digest of it as last member."""
+    return body + _SEAL + digest(body).encode("ascii") + b'"}\n'
+
+
+def _damaged(why: str, path: str | None) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"The manifest is damaged: {why}.", kind="manifest", path=path, stage="read")
+
+
+def _head(data: bytes, path: str | None) -> dict[str, Any] | None:
+    """Everything before the tensor table, or None when the text is not of the usual order.
+
+    Sound because a quote inside a JSON text is escaped: the words looked for can only be a key. Were it the key of an
+    inner object, the braces of what stands before it would not match, and the whole is parsed instead.
+    """
+    end = data.find(_TABLES)
+    if end < 0:
+        return None
+    try:
+        return jsontext.load(data[:end] + b"}", what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
+    except CorruptCheckpointError:
+        return None
+
+
+def _parse(top: Fields, tables: bool) -> Manifest:
+    world = _world(top)
+    groups = read_groups(top, world["size"])
     return Manifest(
         run=top.matching("run", names.is_id),
         save=top.matching("save", names.is_id),
         incarnation=top.natural("incarnation"),
         parent=_parent(top),
         step=top.natural("step"),
-        time=float(top.get("time", float, int)),
-        metrics=_floats(top, "metrics"),
-        world=_world(top),
+        time=_number(top, "time", top.get("time", float, int)),
+        metrics=_numbers(top, "metrics"),
+        world=world,
         parts=_parts(top),
-        tensors=_table(top.sub("tensors"), len(groups)),
+        tensors=read_table(top.sub("tensors"), len(groups)) if tables else UnreadTable(),
         groups=groups,
-        files=files,
-        timings=_floats(top, "timings"),
+        files=read_files(top),
+        timings=_numbers(top, "timings"),
         environment=top.get("environment", dict),
     )
 
@@ -184,19 +218,23 @@ def _parent(top: Fields) -> Parent | None:
     return Parent(sub.natural("step"), sub.natural("incarnation"), sub.matching("save", names.is_id))
 
 
-def _floats(top: Fields, key: str) -> dict[str, float]:
-    result: dict[str, float] = {}
-    for name, node in top.get(key, dict).items():
-        value = decode(node)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise top.error(f"{key}[{name[:80]!r}] is no number")
-        result[name] = float(value)
-    return result
+def _numbers(top: Fields, key: str) -> dict[str, float]:
+    return {name: _number(top, f"{key}[{name[:80]!r}]", node) for name, node in top.get(key, dict).items()}
+
+
+def _number(top: Fields, where: str, node: Json) -> float:
+    try:
+        value = decode(node) if type(node) is dict else node
+        if type(value) in (int, float):
+            return float(value)
+    except (CorruptCheckpointError, OverflowError):
+        pass
+    raise top.error(f"{where} is no number")
 
 
 def _world(top: Fields) -> dict[str, Json]:
     world = top.sub("world")
-    if world.natural("size", 1 << 24) < 1:
+    if world.natural("size", names.MAX_WORLD) < 1:
         raise world.error("'size' is 0")
     return world.value
 
@@ -208,70 +246,3 @@ def _parts(top: Fields) -> dict[str, dict[str, Json]]:
             raise top.error(f"{name[:80]!r} is no name of a part")
         Fields(value, what=f"manifest (part {name})", kind="manifest", path=top.path).get("kind", str)
     return parts
-
-
-def _files(top: Fields) -> tuple[FileEntry, ...]:
-    listed = top.column("files")
-    if len(listed) > names.MAX_FILES:
-        raise top.error(f"it lists {len(listed):,} files")
-    result: list[FileEntry] = []
-    for item in listed:
-        entry = Fields(item, what="manifest (files)", kind="manifest", path=top.path)
-        name = entry.get("name", str)
-        if not names.is_file_name(name) or name == names.MANIFEST:
-            raise CorruptCheckpointError(
-                f"The manifest lists a file under the name {name[:80]!r}, which no file of a checkpoint can have.",
-                kind="file-name",
-                path=top.path,
-                stage="read",
-            )
-        result.append(FileEntry(name, entry.natural("bytes"), entry.matching("xxh3_128", names.is_id)))
-    if len({entry.name for entry in result}) != len(result):
-        raise top.error("it lists one file twice")
-    return tuple(result)
-
-
-def _group(top: Fields, item: Any) -> PlacementGroup:
-    sub = Fields(item, what="manifest (groups)", kind="manifest", path=top.path)
-    ranks = sub.column("ranks")
-    if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
-        raise sub.error("'ranks' holds something other than ranks")
-    return PlacementGroup(
-        sub.matching("kind", lambda kind: kind in ("whole", "shards", "per-rank")), tuple(ranks)
-    )
-
-
-def _table(sub: Fields, group_count: int) -> TensorTable:
-    listed = sub.column("names")
-    count = len(listed)
-    if count > names.MAX_TENSORS:
-        raise sub.error(f"it lists {count:,} tensors, more than {names.MAX_TENSORS:,}")
-    if not all(type(name) is str and len(name) <= names.MAX_NAME for name in listed) or len(set(listed)) != count:
-        raise sub.error("a tensor's name is no text, too long, or stands twice")
-    dtypes = sub.column("dtypes", count)
-    unknown = next((dtype for dtype in dtypes if type(dtype) is not str or dtype not in ITEMSIZE), None)
-    if unknown is not None:
-        raise sub.error(f"the dtype {str(unknown)[:80]!r} is not known")
-    shapes = tuple(_shape(sub, shape) for shape in sub.column("shapes", count))
-    groups = sub.column("groups", count)
-    if any(type(group) is not int or not 0 <= group < group_count for group in groups):
-        raise sub.error("a tensor's placement group does not exist")
-    aliases = sub.get("aliases", dict)
-    known = set(listed)
-    for alias, target in aliases.items():
-        if alias in known or target not in known:
-            raise sub.error(f"the alias {alias[:80]!r} is a name of its own or leads nowhere")
-    return TensorTable(tuple(listed), tuple(dtypes), shapes, tuple(groups), aliases)
-
-
-def _shape(sub: Fields, shape: Any) -> tuple[int, ...]:
-    if type(shape) is not list or len(shape) > names.MAX_DIMS:
-        raise sub.error("a shape is no list of sizes")
-    product = 1
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise sub.error("a shape holds something other than sizes")
-        product *= max(size, 1)
-    if product > 1 << 62:
-        raise sub.error("a shape has more elements than any memory")
-    return tuple(shape)

@@ -14,6 +14,7 @@ TRASH_PREFIX = ".trash-"
 
 ALIGN = 4096  # headers are padded to it, so that the data of a file starts on a block of the device
 BLOCK = 1 << 20  # bytes covered by one digest of a data file
+MAX_BLOCK = 1 << 30  # a reader holds one block
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 MAX_MANIFEST = 512 << 20
@@ -22,7 +23,8 @@ MAX_TENSORS = 1_000_000
 MAX_FILES = 1_000_000
 MAX_DIMS = 64
 MAX_NAME = 64 << 10  # bytes of one tensor name
-MAX_DEPTH = 200  # nesting of a value
+MAX_DEPTH = 100  # nesting of a value: each level takes several of the 1000 frames Python allows
+MAX_WORLD = 1 << 24  # ranks
 MAX_PIN = 4 << 10
 MAX_INT = (1 << 53) - 1  # larger integers are spelled by a tag, so that every JSON reader gets them right
 
@@ -30,7 +32,10 @@ _STEP = re.compile(r"step-([0-9]{8,20})\Z")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-_INTEGER = re.compile(r"-?[0-9]+\Z")
+_INDEX = re.compile(r"rank-([0-9]{5,8})(?:\.[A-Za-z0-9_-]+)?\.json\Z")
+_INTEGER = re.compile(r"-?[0-9]{1,1000}\Z")
+_ESCAPED = re.compile("%(?:u([0-9A-F]{4})|([0-9A-F]{2}))")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 RESERVED_PARTS = frozenset({"rng", "step"})
 
 
@@ -44,12 +49,20 @@ def parse_step_name(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def index_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def index_name(rank: int, attempt: str | None = None) -> str:
+    """The file of a rank's index. `attempt`: the save id, where names must be unique to an attempt (object stores)."""
+    return f"rank-{rank:05d}.json" if attempt is None else f"rank-{rank:05d}.{attempt}.json"
 
 
-def data_name(rank: int, number: int = 0) -> str:
-    return f"rank-{rank:05d}.safetensors" if number == 0 else f"rank-{rank:05d}-{number}.safetensors"
+def data_name(rank: int, number: int = 0, attempt: str | None = None) -> str:
+    stem = f"rank-{rank:05d}" if number == 0 else f"rank-{rank:05d}-{number}"
+    return f"{stem}.safetensors" if attempt is None else f"{stem}.{attempt}.safetensors"
+
+
+def rank_of_index(name: str) -> int | None:
+    """The rank whose index the file `name` is, or None when it is no index."""
+    match = _INDEX.match(name)
+    return int(match.group(1)) if match else None
 
 
 def is_file_name(name: object) -> bool:
@@ -69,10 +82,13 @@ def escape(key: object) -> str:
     """One path segment for a container's key: a reversible spelling without "/".
 
     An int is its decimal digits; a str is itself with "%" and "/" percent-encoded, and its first character encoded too
-    when it reads like an int, so that 0 and "0" stay apart; "" is "%-". Any other key is refused by the caller.
+    when it reads like an int, so that 0 and "0" stay apart; "" is "%-"; a lone surrogate is "%u" and four hex digits.
+    Any other key is refused by the caller.
     """
     if isinstance(key, int):
-        return str(key)
+        if abs(key) >= 10**1000:
+            raise TypeError("a path segment is a str or an int of at most 1000 digits")
+        return str(int(key))
     if not isinstance(key, str):
         raise TypeError(f"a path segment is a str or an int, not {type(key).__name__}")
     if key == "":
@@ -81,6 +97,8 @@ def escape(key: object) -> str:
         key = key.replace("%", "%25").replace("/", "%2F")
     if _INTEGER.match(key):
         key = f"%{ord(key[0]):02X}{key[1:]}"
+    if not key.isascii():
+        key = _SURROGATE.sub(lambda match: f"%u{ord(match.group()):04X}", key)
     return key
 
 
@@ -90,4 +108,4 @@ def unescape(segment: str) -> str | int:
         return int(segment) if _INTEGER.match(segment) else segment
     if segment == "%-":
         return ""
-    return re.sub("%([0-9A-F]{2})", lambda m: chr(int(m.group(1), 16)), segment)
+    return _ESCAPED.sub(lambda match: chr(int(match.group(1) or match.group(2), 16)), segment)

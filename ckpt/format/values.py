@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from typing import Any
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from ckpt.format.names import MAX_DEPTH, MAX_INT, escape
+
+_HEX = re.compile(r"-?0x[0-9a-f]+\Z")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Json = Any
 Path = tuple[object, ...]
@@ -43,7 +47,7 @@ def refuse(value: object, path: Path, why: str = "") -> UnsupportedStateError:
         name=name,
         type=kind,
         stage="capture",
-        hint="Keep plain values, tensors and arrays in the state, or give the object a state_dict / load_state_dict pair.",
+        hint="Keep plain values, tensors and arrays in the state, or give the object a state_dict and load_state_dict.",
     )
 
 
@@ -61,8 +65,10 @@ def encode(value: Any, path: Path = (), leaf: EncodeLeaf | None = None, depth: i
     `leaf(value, path)` is asked for every value that is not of an exact built-in type; it returns JSON or raises.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        return value if _is_text(value) else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
     if kind is int:
         return value if -MAX_INT <= value <= MAX_INT else {"$int": hex(value)}
     if kind is float:
@@ -70,13 +76,21 @@ def encode(value: Any, path: Path = (), leaf: EncodeLeaf | None = None, depth: i
     if depth > MAX_DEPTH:
         raise refuse(value, path[:8], f": it is nested more than {MAX_DEPTH} levels deep, or holds itself")
     encoder = _ENCODERS.get(kind)
-    if encoder is not None:
-        return encoder(value, path, leaf, depth + 1)
-    if isinstance(value, enum.Enum):
-        return {"$enum": encode(value.value, path, leaf, depth + 1)}
+    try:
+        if encoder is not None:
+            return encoder(value, path, leaf, depth + 1)
+        if isinstance(value, enum.Enum):
+            return {"$enum": encode(value.value, path, leaf, depth + 1)}
+    except RecursionError:
+        raise refuse(value, path[:8], ": it is nested deeper than the stack of this thread bears") from None
     if leaf is not None:
         return leaf(value, path)
     raise refuse(value, path)
+
+
+def _is_text(value: str) -> bool:
+    """False for a str with a lone surrogate, which no strict JSON reader takes."""
+    return value.isascii() or _SURROGATE.search(value) is None
 
 
 def _items(value: Any, path: Path, leaf: EncodeLeaf | None, depth: int) -> list[Json]:
@@ -91,7 +105,7 @@ def _pairs(value: Any, path: Path, leaf: EncodeLeaf | None, depth: int) -> list[
 
 
 def _encode_dict(value: dict[Any, Any], path: Path, leaf: EncodeLeaf | None, depth: int) -> Json:
-    if all(type(key) is str and not key.startswith("$") for key in value):
+    if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
         return {key: encode(item, (*path, key), leaf, depth) for key, item in value.items()}
     return {"$dict": _pairs(value, path, leaf, depth)}
 
@@ -161,12 +175,23 @@ def decode(node: Json, leaf: DecodeLeaf | None = None, depth: int = 0) -> Any:
             return decoder(node[tag], lambda item: decode(item, leaf, depth + 1))
         if leaf is not None:
             return leaf(tag, node[tag])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, struct.error) as error:
+    except RecursionError:
+        raise CorruptCheckpointError("A stored value is nested too deep.", kind="value") from None
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, struct.error) as error:
         raise CorruptCheckpointError(f"A stored value of tag {tag!r} is malformed: {error}.", kind="value") from error
-    raise CorruptCheckpointError(f"A stored value has the unknown tag {tag!r}.", kind="value")
+    raise CorruptCheckpointError(f"A stored value has the unknown tag {tag[:80]!r}.", kind="value")
 
 
-def _decode_float(payload: Json, _: Callable[[Json], Any]) -> float:
+_Sub = Callable[[Json], Any]
+
+
+def _decode_int(payload: Json, _: _Sub) -> int:
+    if not _HEX.match(payload):
+        raise ValueError("it is no hexadecimal integer")
+    return int(payload, 16)
+
+
+def _decode_float(payload: Json, _: _Sub) -> float:
     if payload in ("inf", "-inf"):
         return float(payload)
     value = struct.unpack(">d", bytes.fromhex(payload))[0]
@@ -175,25 +200,63 @@ def _decode_float(payload: Json, _: Callable[[Json], Any]) -> float:
     return value
 
 
-def _decode_pairs(payload: Json, sub: Callable[[Json], Any]) -> list[tuple[Any, Any]]:
+def _decode_items(payload: Json, sub: _Sub, length: int | None = None) -> list[Any]:
+    if type(payload) is not list or (length is not None and len(payload) != length):
+        raise ValueError("it is not a list of the length it must have")
+    return [sub(item) for item in payload]
+
+
+def _decode_pairs(payload: Json, sub: _Sub) -> list[tuple[Any, Any]]:
+    if type(payload) is not list or any(type(pair) is not list for pair in payload):
+        raise ValueError("it is not a list of pairs")
     return [(sub(key), sub(item)) for key, item in payload]
 
 
-_DECODERS: dict[str, Callable[[Json, Callable[[Json], Any]], Any]] = {
-    "$int": lambda v, sub: int(v, 16),
+def _decode_dict(payload: Json, sub: _Sub) -> dict[Any, Any]:
+    pairs = _decode_pairs(payload, sub)
+    return _complete(dict(pairs), len(pairs))
+
+
+def _complete(result: Any, length: int) -> Any:
+    if len(result) != length:
+        raise ValueError("an item stands twice")
+    return result
+
+
+def _decode_defaultdict(payload: Json, sub: _Sub) -> Any:
+    name, pairs = payload
+    return defaultdict(_FACTORIES[name], _decode_dict(pairs, sub))
+
+
+def _decode_deque(payload: Json, sub: _Sub) -> deque[Any]:
+    maxlen, items = payload
+    if maxlen is not None and (type(maxlen) is not int or maxlen < len(items)):
+        raise ValueError("its length is impossible")
+    return deque(_decode_items(items, sub), maxlen=maxlen)
+
+
+def _decode_bytes(payload: Json, _: _Sub = lambda _: None) -> bytes:
+    if type(payload) is not str:
+        raise ValueError("it is no base64 text")
+    return base64.b64decode(payload, validate=True)
+
+
+_DECODERS: dict[str, Callable[[Json, _Sub], Any]] = {
+    "$int": _decode_int,
     "$float": _decode_float,
-    "$dict": lambda v, sub: dict(_decode_pairs(v, sub)),
-    "$tuple": lambda v, sub: tuple(sub(item) for item in v),
-    "$odict": lambda v, sub: OrderedDict(_decode_pairs(v, sub)),
-    "$counter": lambda v, sub: Counter(dict(_decode_pairs(v, sub))),
-    "$defaultdict": lambda v, sub: defaultdict(_FACTORIES[v[0]], _decode_pairs(v[1], sub)),
-    "$deque": lambda v, sub: deque((sub(item) for item in v[1]), maxlen=v[0]),
-    "$set": lambda v, sub: {sub(item) for item in v},
-    "$frozenset": lambda v, sub: frozenset(sub(item) for item in v),
-    "$bytes": lambda v, sub: base64.b64decode(v, validate=True),
-    "$bytearray": lambda v, sub: bytearray(base64.b64decode(v, validate=True)),
-    "$complex": lambda v, sub: complex(sub(v[0]), sub(v[1])),
-    "$slice": lambda v, sub: slice(*(sub(item) for item in v)),
-    "$range": lambda v, sub: range(*(sub(item) for item in v)),
+    "$str": lambda v, sub: _decode_bytes(v).decode("utf-8", "surrogatepass"),
+    "$dict": _decode_dict,
+    "$tuple": lambda v, sub: tuple(_decode_items(v, sub)),
+    "$odict": lambda v, sub: OrderedDict(_decode_dict(v, sub)),
+    "$counter": lambda v, sub: Counter(_decode_dict(v, sub)),
+    "$defaultdict": _decode_defaultdict,
+    "$deque": _decode_deque,
+    "$set": lambda v, sub: _complete(set(_decode_items(v, sub)), len(v)),
+    "$frozenset": lambda v, sub: _complete(frozenset(_decode_items(v, sub)), len(v)),
+    "$bytes": _decode_bytes,
+    "$bytearray": lambda v, sub: bytearray(_decode_bytes(v)),
+    "$complex": lambda v, sub: complex(*_decode_items(v, sub, 2)),
+    "$slice": lambda v, sub: slice(*_decode_items(v, sub, 3)),
+    "$range": lambda v, sub: range(*_decode_items(v, sub, 3)),
     "$enum": lambda v, sub: sub(v),
 }
