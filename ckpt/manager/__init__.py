@@ -1,0 +1,1 @@
+"""The object a training loop holds."""

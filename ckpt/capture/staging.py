@@ -1,0 +1,165 @@
+"""The host buffer that already is the file: one copy from the live tensors into the image that will be written.
+
+The buffer is reused by every save, page-aligned so that it can be written directly, and kept out of forked children.
+Layout and views are kept for as long as the structure of the state stays the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckpt.errors import CheckpointError
+from ckpt.format.datafile import Layout, PieceSpec, lay_out
+
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+_HUGE = 2 << 20
+
+
+class HostBuffer:
+    """Reused memory of at least the size last asked for. Not thread-safe, but for `touch`."""
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._toucher: threading.Thread | None = None
+
+    def reserve(self, size: int) -> None:
+        """Makes room for `size` bytes; what was in the buffer is lost when it has to grow."""
+        self.settle()
+        if self._map is not None and len(self._map) >= size:
+            return
+        self._map = self._bytes = None
+        rounded = max(_HUGE, -(-size // _HUGE) * _HUGE)
+        try:
+            area = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(
+                f"There is no memory for a staging buffer of {rounded:,} bytes: {error}.",
+                stage="stage",
+                needed=rounded,
+                hint="Free host memory; training can go on, nothing was saved.",
+            ) from error
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            # DONTFORK: a forked DataLoader worker would make every later copy fault page by page, and double the memory.
+            if hasattr(mmap, advice):
+                try:
+                    area.madvise(getattr(mmap, advice))
+                except OSError:
+                    continue
+        self._map = area
+        self._bytes = torch.frombuffer(area, dtype=torch.uint8)
+
+    def touch(self, size: int) -> None:
+        """Reserves `size` bytes and faults them in, on a thread of its own, so that the first copy runs at full speed."""
+        if self._map is not None and len(self._map) >= size:
+            return
+        self.reserve(size)
+        area = self._bytes
+        assert area is not None
+
+        def fault() -> None:
+            # In slices, so that a save that comes meanwhile waits for little.
+            for start in range(0, area.numel(), 64 << 20):
+                area[start : start + (64 << 20)].zero_()
+
+        self._toucher = threading.Thread(target=fault, name="ckpt-touch", daemon=True)
+        self._toucher.start()
+
+    def settle(self) -> None:
+        """Waits for `touch`: its zeros must not land over a copy."""
+        toucher, self._toucher = self._toucher, None
+        if toucher is not None:
+            toucher.join()
+
+    def bytes(self, size: int) -> torch.Tensor:
+        assert self._bytes is not None
+        return self._bytes[:size]
+
+    def view(self, size: int) -> memoryview:
+        assert self._map is not None
+        return memoryview(self._map)[:size]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A complete image in host memory, valid until the next `stage`. `names[i]` is the i-th piece of the file."""
+
+    image: memoryview
+    layout: Layout
+    names: tuple[str, ...]
+
+
+class Staging:
+    """Turns live tensors into file images. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer()
+        self._signature: Signature | None = None
+        self._layout: Layout | None = None
+        self._names: tuple[str, ...] = ()
+        self._views: list[torch.Tensor] = []
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Allocates and touches, in the background, the memory that `stage` of such tensors will need."""
+        self._buffer.touch(self._plan(tensors).bytes)
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
+        """Copies every tensor, bit for bit in row-major order. Returns when the copies are complete: nothing the caller
+        does to a tensor afterwards reaches the image."""
+        layout = self._plan(tensors)
+        self._buffer.reserve(layout.bytes)
+        if not self._views:
+            self._make_views(tensors, layout)
+        sources = [tensors[name].detach() for name in self._names]
+        with torch.no_grad():
+            _copy(self._views, sources)
+        return Staged(self._buffer.view(layout.bytes), layout, self._names)
+
+    def _plan(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        signature = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items())
+        if signature != self._signature or self._layout is None:
+            specs = [PieceSpec(name, dtype, shape) for name, dtype, shape in signature]
+            layout = lay_out(specs)
+            self._signature, self._layout, self._views = signature, layout, []
+            self._names = tuple(specs[i].key for i in layout.order)
+        return self._layout
+
+    def _make_views(self, tensors: Mapping[str, torch.Tensor], layout: Layout) -> None:
+        image = self._buffer.bytes(layout.bytes)
+        image[: layout.data_start] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        self._views = [
+            image[start:end].view(_carrier(tensors[name].dtype)).view(tensors[name].shape)
+            for name, (start, end) in zip(self._names, layout.spans, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Lets the memory go."""
+        self._buffer.settle()
+        self._buffer = HostBuffer()
+        self._views = []
+
+
+# Types without a copy kernel travel as integers of their size.
+_CARRIERS: dict[torch.dtype, torch.dtype] = {
+    dtype: torch.uint8
+    for name in ("float4_e2m1fn_x2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e5m2")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    return _CARRIERS.get(dtype, dtype)
+
+
+def _copy(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if _CARRIERS:
+        sources = [source.view(torch.uint8) if source.dtype in _CARRIERS else source for source in sources]
+    # One call for all tensors: for tens of thousands of small ones the loop in Python would cost more than the copies.
+    if views:
+        torch._foreach_copy_(views, sources)
