@@ -69,27 +69,6 @@ class Manifest:
     def file(self, name: str) -> FileEntry | None:
         return self._by_name.get(name)
 
-    @cached_property
-    def _indexes(self) -> dict[int, list[FileEntry]]:
-        result: dict[int, list[FileEntry]] = {}
-        for entry in self.files:
-            rank = names.rank_of_index(entry.name)
-            if rank is not None:
-                result.setdefault(rank, []).append(entry)
-        return result
-
-    def index_file(self, rank: int) -> FileEntry:
-        """The entry of the index of `rank`. Raises CorruptCheckpointError (kind "manifest") unless there is one."""
-        found = self._indexes.get(rank, [])
-        if len(found) != 1:
-            raise CorruptCheckpointError(
-                f"The manifest is damaged: it lists {len(found)} indexes of rank {rank}.",
-                kind="manifest",
-                step=self.step,
-                stage="read",
-            )
-        return found[0]
-
     @property
     def order(self) -> tuple[int, int]:
         """Newest is highest: (incarnation, step), never time."""
@@ -242,7 +221,7 @@ def _world(top: Fields) -> dict[str, Json]:
 def _parts(top: Fields) -> dict[str, dict[str, Json]]:
     parts: dict[str, Any] = top.get("parts", dict)
     for name, value in parts.items():
-        if not names.is_part_name(name):
+        if not names.is_part_path(name):
             raise top.error(f"{name[:80]!r} is no name of a part")
-        Fields(value, what=f"manifest (part {name})", kind="manifest", path=top.path).get("kind", str)
+        Fields(value, what=f"manifest (part {name[:80]})", kind="manifest", path=top.path).get("kind", str)
     return parts

@@ -18,8 +18,7 @@ MAX_BLOCK = 1 << 30  # a reader holds one block
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 MAX_MANIFEST = 512 << 20
-MAX_INDEX = 512 << 20
-MAX_TENSORS = 1_000_000
+MAXMAX_TENSORS = 1_000_000
 MAX_FILES = 1_000_000
 MAX_DIMS = 64
 MAX_NAME = 64 << 10  # bytes of one tensor name
@@ -32,7 +31,6 @@ _STEP = re.compile(r"step-([0-9]{8,20})\Z")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-_INDEX = re.compile(r"rank-([0-9]{5,8})(?:\.[A-Za-z0-9_-]+)?\.json\Z")
 _INTEGER = re.compile(r"-?[0-9]{1,1000}\Z")
 _ESCAPED = re.compile("%(?:u([0-9A-F]{4})|([0-9A-F]{2}))")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -49,20 +47,12 @@ def parse_step_name(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def index_name(rank: int, attempt: str | None = None) -> str:
-    """The file of a rank's index. `attempt`: the save id, where names must be unique to an attempt (object stores)."""
-    return f"rank-{rank:05d}.json" if attempt is None else f"rank-{rank:05d}.{attempt}.json"
+def index_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
 
 
-def data_name(rank: int, number: int = 0, attempt: str | None = None) -> str:
-    stem = f"rank-{rank:05d}" if number == 0 else f"rank-{rank:05d}-{number}"
-    return f"{stem}.safetensors" if attempt is None else f"{stem}.{attempt}.safetensors"
-
-
-def rank_of_index(name: str) -> int | None:
-    """The rank whose index the file `name` is, or None when it is no index."""
-    match = _INDEX.match(name)
-    return int(match.group(1)) if match else None
+def data_name(rank: int, number: int = 0) -> str:
+    return f"rank-{rank:05d}.safetensors" if number == 0 else f"rank-{rank:05d}-{number}.safetensors"
 
 
 def is_file_name(name: object) -> bool:
@@ -72,6 +62,11 @@ def is_file_name(name: object) -> bool:
 
 def is_part_name(name: object) -> bool:
     return isinstance(name, str) and _PART.match(name) is not None
+
+
+def is_part_path(name: object) -> bool:
+    """True for a registered name, or one of an object inside a registered container: "nets/generator"."""
+    return isinstance(name, str) and len(name) <= MAX_NAME and is_part_name(name.partition("/")[0])
 
 
 def is_id(value: object) -> bool:

@@ -27,6 +27,10 @@ class FileEntry:
     xxh3_128: str
     source: tuple[str, str] | None = None
 
+    def path(self, folder: str) -> str:
+        """Where the file lies, below the root; `folder` is that of the step whose manifest lists it."""
+        return "/".join(self.source or (folder, self.name))
+
 
 @dataclass(frozen=True, slots=True)
 class Parent:
