@@ -18,7 +18,8 @@ MAX_BLOCK = 1 << 30  # a reader holds one block
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
 MAX_MANIFEST = 512 << 20
-MAXMAX_TENSORS = 1_000_000
+MAX_INDEX = 512 << 20
+MAX_TENSORS = 1_000_000
 MAX_FILES = 1_000_000
 MAX_DIMS = 64
 MAX_NAME = 64 << 10  # bytes of one tensor name
