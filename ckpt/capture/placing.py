@@ -1,0 +1,124 @@
+"""Where saved tensors land that hang on no module: in the live tensor of their place when it fits, else in a new one.
+
+A live tensor is filled in place only when nothing about it would differ afterwards: dtype, shape, device, strides. All
+else gets new memory, which its owner attaches once every digest was right. So a resume never casts, and no object that
+the script still holds is replaced without need (a captured graph or a scheduler may refer to it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpt.capture import composite
+from ckpt.capture.base import RestorePlan, Target
+from ckpt.capture.rebuild import decode_with, here, stored_tensor
+from ckpt.capture.tensors import allocate, dense_strides
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.values import Json, spell
+
+Where = Callable[[str], torch.device]
+
+
+class Placer:
+    """Plans the tensors of one part (`place`, `reserve`) and gives their values once the bytes are in (`value`)."""
+
+    def __init__(self, plan: RestorePlan) -> None:
+        self._plan = plan
+        self._placed: dict[str, torch.Tensor] = {}
+        self._used: set[tuple[str, int]] = set()
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def place(
+        self, name: str, live: object, device: torch.device, strides: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """The tensor that will hold the bytes saved as `name`: `live` when it fits, else a new one on `device`.
+
+        strides: those wanted, in elements; None for the saved dim order. Tensors saved as one come back as one.
+        """
+        saved = self._plan.saved
+        info = saved.info(name)
+        if info is None:
+            raise CorruptCheckpointError(
+                f"A value of step {saved.step} refers to the tensor {name!r}, which the step does not hold.",
+                kind="value",
+                tensor=name,
+                step=saved.step,
+            )
+        stored = saved.aliases.get(name, name)
+        if stored in self._placed:
+            return self._placed[stored]
+        wanted = dense_strides(info.shape, info.dim_order) if strides is None else strides
+        if isinstance(live, torch.Tensor) and self._fits(live, info.dtype, info.shape, device, wanted):
+            target = live
+        elif strides is None:
+            target = allocate(info, device)
+        else:
+            target = torch.empty_strided(info.shape, strides, dtype=getattr(torch, info.dtype), device=device)
+        if target.numel():
+            self._used.add((str(target.device), target.data_ptr()))
+        self._placed[stored] = target
+        self._plan.targets.append(Target(stored, target))
+        return target
+
+    def _fits(
+        self, live: torch.Tensor, dtype: str, shape: tuple[int, ...], device: torch.device, strides: tuple[int, ...]
+    ) -> bool:
+        return (
+            type(live) in (torch.Tensor, torch.nn.Parameter)
+            and live.layout == torch.strided
+            and tuple(live.shape) == shape
+            and str(live.dtype) == f"torch.{dtype}"
+            and live.device.type == device.type
+            and (device.index is None or live.device.index == device.index)
+            and all(n == 1 or a == b for n, a, b in zip(shape, live.stride(), strides, strict=True))
+            and not live.is_conj()
+            and not live.is_neg()
+            # Two names that share memory now and did not when saved would overwrite each other.
+            and (live.numel() == 0 or (str(live.device), live.data_ptr()) not in self._used)
+        )
+
+    def reserve(self, node: Json, live: Mapping[str, torch.Tensor], where: Where = here) -> Any:
+        """Plans every tensor inside `node`; the value is good for comparing only, its tensors have no bytes yet.
+
+        live: full name -> the live tensor of that place, whose device is kept. where: saved device -> the device for
+        those that have none.
+        """
+
+        def tensor_of(name: str, device: str) -> torch.Tensor:
+            head = self._plan.saved.composites.get(name)
+            held = live.get(name)
+            home = where(device) if held is None else held.device
+            if head is None:
+                return self.place(name, held, home)
+            for component in composite.component_names(head):
+                self.place(f"{name}/{component}", None, home)
+            return torch.empty(0)
+
+        return decode_with(node, tensor_of)
+
+    def value(self, node: Json) -> Any:
+        """The value of a reserved `node`. Call it after every tensor has its bytes."""
+        return decode_with(node, lambda name, _: self.filled(name))
+
+    def filled(self, name: str) -> torch.Tensor:
+        """The tensor planned as `name`, composites joined. Call it after every tensor has its bytes."""
+        return self._kept[name] if name in self._kept else stored_tensor(self._plan.saved, self._placed, name)
+
+    def keep(self, name: str, live: torch.Tensor) -> None:
+        """`live` stays the tensor of `name`; its components are planned elsewhere."""
+        self._kept[name] = live
+
+
+def live_tensors(value: Any, path: tuple[object, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(full name, tensor) of each tensor inside nested dicts, lists and tuples, named as a Collector names them."""
+    if isinstance(value, torch.Tensor):
+        yield spell(path), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from live_tensors(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from live_tensors(item, (*path, i))
