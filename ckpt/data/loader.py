@@ -7,6 +7,7 @@ The loader is a DataLoader by type and attributes; the fetching is done by an in
 from __future__ import annotations
 
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -83,10 +84,15 @@ class LoaderIterator(Iterator[Any]):
             loader._exhausted(self._split)
             self.exhausted = True
             raise
-        except BaseException:
+        except BaseException as error:
             # The failed batch was not consumed. Going on would hand out the one after it and count it as this one.
             self.close()
-            loader._drop_workers()
+            loader._drop_workers(source)
+            if loader.num_workers > 0:
+                # torch raises a worker's error out of a reference cycle with its frames, and those hold the iterator
+                # and the caller's. The collector may tear them down in the next pass's forked workers, which then
+                # hang for seconds over queues of their siblings. The frames are torch's own, no dataset's.
+                traceback.clear_frames(error.__traceback__)
             raise
         loader._consumed(self._split)
         return batch
@@ -117,7 +123,8 @@ class ResumableLoader(DataLoader[T]):
     (epoch + 1, 0); after `break` the next `iter()` goes on behind the last batch. A batch that failed to load is not
     consumed: the error ends the pass, and the next `iter()` tries that batch again. `len()` is the number of batches
     of a whole epoch. A state saved at an epoch's last batch resumes with an empty pass, so that what a loop does
-    after each epoch is done for that one too.
+    after each epoch is done for that one too. For validation take a plain DataLoader, or call `set_epoch(0)` before
+    each pass: a pass left by `break` would be continued by the next one.
 
     Random augmentation in `__getitem__` (python, numpy and torch global CPU generators) is seeded for each sample by
     (seed, epoch, position), in `collate_fn` and in a dataset's own `__getitems__` for each batch by the position of
@@ -176,7 +183,12 @@ class ResumableLoader(DataLoader[T]):
             )
         split = stream.begin()
         self._feed.aim(stream.epoch, stream.order(), split, stream.samples)
-        made = LoaderIterator(self, split, iter(self._inner_loader()))
+        try:
+            source = iter(self._inner_loader())
+        except BaseException:
+            self._drop_workers(None)
+            raise
+        made = LoaderIterator(self, split, source)
         self._live = weakref.ref(made)
         return made
 
@@ -282,9 +294,13 @@ class ResumableLoader(DataLoader[T]):
             )
         self._stream.finish()
 
-    def _drop_workers(self) -> None:
+    def _drop_workers(self, source: Iterator[Any] | None) -> None:
         # Persistent workers of a failed pass may be dead or hold batches of it; new ones are made for the next.
         self._inner = None
+        # At once, and not when whoever handles the failure lets go of its traceback: the next pass may come before.
+        shutdown = getattr(source, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
 
     def _living(self) -> LoaderIterator | None:
         live = self._live() if self._live is not None else None
