@@ -10,12 +10,14 @@ before `RestorePlan.check` has passed (I8).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
+from ckpt.capture import composite
 from ckpt.errors import StateMismatchError
 from ckpt.format.values import Json, Path
 
@@ -57,6 +59,21 @@ class SavedState:
     def info(self, name: str) -> TensorInfo | None:
         return self.tensors.get(self.aliases.get(name, name))
 
+    @cached_property
+    def composites(self) -> Mapping[str, Mapping[str, Json]]:
+        """What describes the quantised, sparse and flattened tensors, whose components are in `tensors`, by name."""
+        return {name: head for part in self.parts.values() for name, head in part.get("composites", {}).items()}
+
+    @cached_property
+    def names(self) -> Mapping[str, list[str]]:
+        """Every tensor a part holds (composites as one, aliases too), by the part's registered name."""
+        grouped: dict[str, list[str]] = {name: [] for name in self.parts}
+        inner = tuple(f"{name}/" for name in self.composites)
+        for name in (*self.tensors, *self.aliases, *self.composites):
+            if not (inner and name.startswith(inner)):
+                grouped.setdefault(name.split("/", 1)[0], []).append(name)
+        return grouped
+
 
 @dataclass(slots=True)
 class Target:
@@ -87,9 +104,12 @@ class RestorePlan:
     changes: list[str] = field(default_factory=list)  # reasons why the run is not bit-exact, for receipt.exactness
     notes: list[str] = field(default_factory=list)  # differences that were settled (hyper-parameters), logged once
     actions: list[tuple[Phase, Callable[[], None]]] = field(default_factory=list)
+    preparations: list[Callable[[], None]] = field(default_factory=list)  # see `prepare`
 
     def fill(self, name: str, live: torch.Tensor) -> bool:
         """Plans that `live` gets the bytes saved as `name`; False (and a list entry) when it cannot."""
+        if name in self.saved.composites or composite.is_composite(live):
+            return composite.fill(self, name, live)
         info = self.saved.info(name)
         if info is None:
             self.missing.append(name)
@@ -134,10 +154,19 @@ class RestorePlan:
             hint=hint,
         )
 
-    def apply(self) -> None:
-        """Runs the actions, in the order of their phases and within a phase in the order they were planned."""
-        for _, action in sorted(self.actions, key=lambda item: item[0]):
-            action()
+    def prepare(self) -> None:
+        """Gives live tensors the memory layout that was saved. Runs after `check`, before the first byte lands."""
+        for step in self.preparations:
+            step()
+
+    def apply(self, phases: Container[Phase] = frozenset(Phase)) -> None:
+        """Runs the actions of `phases`, in the order of their phases and within one in the order they were planned.
+
+        Each action can be run again: RNG is put back once more after a loader's iterator has been made.
+        """
+        for phase, action in sorted(self.actions, key=lambda item: item[0]):
+            if phase in phases:
+                action()
 
 
 def _some(names: list[str], most: int = 20) -> str:

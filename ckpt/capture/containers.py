@@ -1,0 +1,227 @@
+"""Plain state: `StateDict`, objects with a state_dict or get_state pair, nested mappings and lists.
+
+What comes back is what was saved: content is replaced as a whole, never merged with what the live object held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from ckpt.capture.base import CollectorLike, Part, Phase, RestorePlan
+from ckpt.capture.rebuild import PartReference, Rebuild
+from ckpt.errors import StateMismatchError
+from ckpt.format.names import MAX_DEPTH
+from ckpt.format.values import refuse, spell
+
+# What a class's own load method raises when it does not like the state. Errors of ours pass unchanged.
+LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+_SCALARS = (bool, int, float, str, bytes)
+_GONE = object()
+
+
+class StateDict(MutableMapping[str, Any]):
+    """A mapping of plain values that can be registered: `StateDict(epoch=0, best=inf)`.
+
+    Keys are str. Values are of the closed set a checkpoint holds, tensors and numpy arrays included; they are checked
+    when a checkpoint is saved. A resume replaces the whole content of this same object.
+    """
+
+    def __init__(self, mapping: Mapping[str, Any] | Any = (), **values: Any) -> None:
+        self._values: dict[str, Any] = {}
+        self.update(mapping, **values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str):
+            raise TypeError(f"a StateDict key is a str, not {type(key).__name__}")
+        self._values[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"StateDict({self._values!r})"
+
+
+class StateDictPart:
+    kind = "values"
+
+    def __init__(self, name: str, values: StateDict) -> None:
+        self.name = name
+        self._live = values
+
+    def capture(self, into: CollectorLike) -> None:
+        into.parts[self.name] = {"kind": self.kind}
+        into.values[self.name] = into.encode(dict(self._live), (self.name,))
+
+    def plan(self, plan: RestorePlan) -> None:
+        node = plan.saved.values.get(self.name)
+        rebuild = Rebuild(plan)
+        rebuild.reserve(node)
+
+        def replace() -> None:
+            # All or nothing: decoding may still fail on damaged values.
+            values = rebuild.value(node)
+            self._live.clear()
+            self._live.update(values)
+
+        plan.later(Phase.OTHERS, replace)
+        plan.restored.append(self.name)
+
+
+class ObjectPart:
+    """An object that gives and takes its own state, by `state_dict`/`load_state_dict` or `get_state`/`set_state`.
+
+    What it gives is stored whole, and what it takes is that, with fresh tensors; a state of tensors on the CPU comes
+    back on the CPU, any other on the device it was on where this machine has it.
+    """
+
+    def __init__(
+        self, name: str, give: Callable[[], Any], take: Callable[[Any], Any], phase: Phase = Phase.OTHERS
+    ) -> None:
+        self.name = name
+        self.kind = "loader" if phase is Phase.DATA else "object"
+        self._give = give
+        self._take = take
+        self._phase = phase
+
+    def capture(self, into: CollectorLike) -> None:
+        into.parts[self.name] = {"kind": self.kind}
+        into.values[self.name] = into.encode(_plain(self._give()), (self.name,))
+
+    def plan(self, plan: RestorePlan) -> None:
+        node = plan.saved.values.get(self.name)
+        rebuild = Rebuild(plan)
+        rebuild.reserve(node)
+        plan.later(self._phase, lambda: load(self.name, plan, lambda: self._take(rebuild.value(node))))
+        plan.restored.append(self.name)
+
+
+def _plain(state: Any) -> Any:
+    # An object may hand out a mapping of a class of its own; only its content is state.
+    return dict(state) if isinstance(state, Mapping) and type(state).__module__ != "collections" else state
+
+
+def load(name: str, plan: RestorePlan, action: Callable[[], Any]) -> None:
+    """Runs `action`, a load method that is not ours; what it raises becomes a StateMismatchError naming the part."""
+    try:
+        action()
+    except LOAD_ERRORS as error:
+        raise StateMismatchError(
+            f"{name} did not take the state saved at step {plan.saved.step}: {type(error).__name__}: {error}",
+            unexpected=(name,),
+            step=plan.saved.step,
+            stage="resume",
+            hint="Rebuild it as it was when the step was saved.",
+        ) from error
+
+
+class ContainerPart:
+    """A nested mapping or list of registered objects, which are matched by their path and keep their identity.
+
+    Plain values among them are state as well: a resume replaces the content of the live mappings and lists, in place.
+    """
+
+    kind = "container"
+
+    def __init__(self, name: str, tree: Any, make: Callable[[str, Any], Part | None]) -> None:
+        self.name = name
+        self._tree = tree
+        self._make = make
+        self._walk()  # refuses at registration what cannot be held
+
+    def _walk(self) -> tuple[Any, dict[str, Part], dict[str, Any]]:
+        parts: dict[str, Part] = {}
+        objects: dict[str, Any] = {}
+        return self._skeleton(self._tree, (self.name,), parts, objects), parts, objects
+
+    def _skeleton(self, node: Any, path: tuple[object, ...], parts: dict[str, Part], objects: dict[str, Any]) -> Any:
+        """The tree with a reference in the place of each registered object, which is added to `parts`, `objects`."""
+        if node is None or type(node) in _SCALARS:
+            return node
+        if len(path) > MAX_DEPTH:
+            raise refuse(node, path[:8], ": it is nested too deep, or holds itself")
+        if is_container(node):
+            if type(node) in (list, tuple):
+                return type(node)(self._skeleton(item, (*path, i), parts, objects) for i, item in enumerate(node))
+            if any(type(key) not in (str, int) for key in node):
+                raise refuse(node, path, ": the keys of a registered mapping are str or int")
+            tree = {key: self._skeleton(item, (*path, key), parts, objects) for key, item in node.items()}
+            return OrderedDict(tree) if type(node) is OrderedDict else tree
+        name = spell(path)
+        part = self._make(name, node)
+        if part is None:
+            return node
+        parts[name], objects[name] = part, node
+        return PartReference(name)
+
+    def objects(self) -> dict[str, Any]:
+        """The registered objects inside, by full name."""
+        return self._walk()[2]
+
+    def capture(self, into: CollectorLike) -> None:
+        tree, parts, _ = self._walk()
+        into.parts[self.name] = {"kind": self.kind}
+        into.values[self.name] = into.encode(tree, (self.name,))
+        for part in parts.values():
+            part.capture(into)
+
+    def plan(self, plan: RestorePlan) -> None:
+        _, parts, objects = self._walk()
+        inner = [name for name in plan.saved.parts if name.startswith(f"{self.name}/")]
+        plan.missing.extend(name for name in parts if name not in plan.saved.parts)
+        plan.unexpected.extend(name for name in inner if name not in parts)
+        for name, part in parts.items():
+            if name in plan.saved.parts:
+                part.plan(plan)
+        node = plan.saved.values.get(self.name)
+        rebuild = Rebuild(plan)
+        rebuild.reserve(node)
+        plan.later(Phase.OTHERS, lambda: _replace(self._tree, rebuild.value(node), objects))
+        plan.restored.append(self.name)
+
+
+def is_container(node: Any) -> bool:
+    """True for what is walked for registered objects; other collections are values as a whole."""
+    if type(node) in (dict, list, tuple, OrderedDict):
+        return True
+    return isinstance(node, MutableMapping) and type(node) not in (StateDict, Counter, defaultdict)
+
+
+def _replace(live: Any, saved: Any, objects: Mapping[str, Any]) -> Any:
+    """What belongs in the place of `live`: the live container itself, with the saved content, where the kinds agree."""
+    if isinstance(saved, PartReference):
+        return objects.get(saved.name, _GONE)
+    held = {id(item) for item in objects.values()}
+    if isinstance(saved, dict):
+        old = live if isinstance(live, MutableMapping) and is_container(live) else type(saved)()
+        new = {key: _replace(old.get(key), item, objects) for key, item in saved.items()}
+        new = {key: item for key, item in new.items() if item is not _GONE}
+        # Without strict matching, objects the checkpoint does not know stay where they are.
+        new.update({key: item for key, item in old.items() if key not in new and id(item) in held})
+        old.clear()
+        old.update(new)
+        return old
+    if type(saved) in (list, tuple):
+        was = live if type(live) in (list, tuple) else []
+        items = [_replace(was[i] if i < len(was) else None, item, objects) for i, item in enumerate(saved)]
+        items = [item for item in items if item is not _GONE]
+        items += [item for item in was[len(saved) :] if id(item) in held]
+        if type(saved) is tuple:
+            return tuple(items)
+        if type(live) is list:
+            live[:] = items
+            return live
+        return items
+    return saved

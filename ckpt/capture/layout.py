@@ -1,0 +1,101 @@
+"""Live tensors before bytes land in them: ties, memory layout, and tensors that cannot be written elementwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ckpt.capture.base import Phase, RestorePlan, Target, TensorInfo
+from ckpt.capture.tensors import allocate, as_bytes, dense_strides, dim_order_of, has_zero_strides, owns_storage
+
+
+def settle_targets(plan: RestorePlan) -> None:
+    """Looks at all planned targets together; changes only the plan.
+
+    Tensors tied now and when saved are filled once; tied now and saved apart is a problem, since one memory cannot hold
+    two values. A dense tensor gets the dim order that was saved, before the first byte lands, unless another tensor
+    shows its memory: kernels and fused optimizers go by it. Expanded tensors are filled through a dense copy.
+    """
+    plan.targets[:] = _untied(plan)
+    users: dict[int, int] = {}
+    for target in plan.targets:
+        if target.tensor.layout is torch.strided:
+            users[address(target.tensor)] = users.get(address(target.tensor), 0) + 1
+    changed: list[str] = []
+    for target in plan.targets:
+        info = plan.saved.tensors[target.name]
+        live = target.tensor
+        if not _is_strided(live) or live.stride() == dense_strides(info.shape, info.dim_order):
+            continue
+        if has_zero_strides(live):
+            _fill_expanded(plan, target, info)
+        elif info.dim_order != dim_order_of(live) and owns_storage(live) and users[address(live)] == 1:
+            changed.append(target.name)
+            plan.preparations.append(_relayout(live, info))
+    if changed:
+        shown = ", ".join(changed[:10]) + (f" and {len(changed) - 10} more" if len(changed) > 10 else "")
+        plan.notes.append(f"the memory layout (dim order) is set as it was saved: {shown}")
+
+
+def _untied(plan: RestorePlan) -> list[Target]:
+    kept: list[Target] = []
+    seen: dict[tuple[object, ...], Target] = {}
+    for target in plan.targets:
+        live = target.tensor
+        if not _is_strided(live) or live.numel() == 0:
+            kept.append(target)
+            continue
+        key = (live.data_ptr(), live.shape, live.stride(), live.dtype, live.device, live.is_conj(), live.is_neg())
+        first = seen.setdefault(key, target)
+        if first is target:
+            kept.append(target)
+        elif first.name != target.name:
+            plan.problems.append(
+                f"{first.name} and {target.name} are tied (one memory) now and were saved as two tensors"
+            )
+    return kept
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def match_layout(plan: RestorePlan, name: str, live: torch.Tensor) -> None:
+    """Plans that `live`, which is filled by somebody else's load, has the dim order saved as `name` before."""
+    info = plan.saved.info(name)
+    if info is None or not _is_strided(live) or tuple(live.shape) != info.shape or not owns_storage(live):
+        return
+    if live.stride() != dense_strides(info.shape, info.dim_order) and info.dim_order != dim_order_of(live):
+        plan.notes.append(f"the memory layout (dim order) is set as it was saved: {name}")
+        plan.preparations.append(_relayout(live, info))
+
+
+def _relayout(live: torch.Tensor, info: TensorInfo) -> Callable[[], None]:
+    def change() -> None:
+        with torch.no_grad():
+            fresh = allocate(info, live.device)
+            # The values are kept: a resume may still turn out to have read damaged bytes.
+            live.data = fresh.copy_(live)
+
+    return change
+
+
+def _fill_expanded(plan: RestorePlan, target: Target, info: TensorInfo) -> None:
+    live = target.tensor
+    target.tensor = dense = allocate(info, live.device)
+    one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
+
+    def spread() -> None:
+        with torch.no_grad():
+            memory = live.detach()[one]
+            if torch.equal(as_bytes(dense[one].expand(live.shape)), as_bytes(dense)):
+                memory.copy_(dense[one])
+            else:
+                live.data = dense  # the elements differ, which one memory location cannot hold
+
+    plan.later(Phase.MODULES, spread)

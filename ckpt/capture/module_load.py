@@ -1,0 +1,157 @@
+"""How a module is put back: what is compared before anything changes, and what follows once the bytes are there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.capture import composite
+from ckpt.capture.base import Phase, RestorePlan
+from ckpt.capture.containers import load
+from ckpt.capture.module import Custom, Walk, escaped, unwrap, walk
+from ckpt.capture.rebuild import Rebuild
+from ckpt.format.names import unescape
+from ckpt.format.values import Json
+
+
+def plan_module(name: str, module: nn.Module, plan: RestorePlan) -> None:
+    """Plans that `module` becomes what was saved as `name`; its tensors stay the same objects, filled in place."""
+    values: Mapping[str, Json] = plan.saved.values.get(name) or {}
+    extra: Mapping[str, Json] = values.get("extra", {})
+    if _refuse_unfillable(name, module, plan):
+        return
+    found = walk(module)
+    known: set[str] = set()
+    for fqn, tensor in found.tensors:
+        full = f"{name}/{escaped(fqn)}"
+        known.add(full)
+        plan.fill(full, tensor)
+    for fqn, owner in found.extra:
+        known.add(f"{name}/{fqn}")
+        if fqn not in extra:
+            plan.missing.append(f"{name}/{fqn}")
+            continue
+        _plan_extra(f"{name}/{fqn}", owner.set_extra_state, extra[fqn], plan)
+    for custom in found.custom:
+        known |= _plan_custom(name, custom, values, plan)
+    saved_names = [*plan.saved.names.get(name, ()), *(f"{name}/{fqn}" for fqn in extra)]
+    owned = (*(f"{name}/{fqn}/" for fqn, _ in found.extra), *(f"{name}/{c.prefix}" for c in found.custom if c.prefix))
+    plan.unexpected.extend(full for full in saved_names if full not in known and not full.startswith(owned))
+    _plan_frozen(name, found, set(values.get("frozen", ())), plan)
+    plan.restored.append(name)
+
+
+def _refuse_unfillable(name: str, module: nn.Module, plan: RestorePlan) -> bool:
+    """Transient buffers count too: a module with one tensor left on meta does not run."""
+    found = False
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for fqn, tensor in tensors:
+        lazy = torch.nn.parameter.is_lazy(tensor)
+        if lazy or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+            found = True
+            todo = "run one forward pass" if lazy else "materialise it (to_empty, or build it on a device)"
+            plan.problems.append(f"{name}/{escaped(fqn)} holds no data yet: {todo} before resume")
+    return found
+
+
+def _plan_extra(name: str, setter: Callable[[Any], None], node: Json, plan: RestorePlan) -> None:
+    rebuild = Rebuild(plan)
+    rebuild.reserve(node)
+    plan.later(Phase.MODULES, lambda: load(name, plan, lambda: setter(rebuild.value(node))))
+
+
+def _plan_frozen(name: str, found: Walk, frozen: set[str], plan: RestorePlan) -> None:
+    entries = list(found.tensors)
+    for custom in found.custom:
+        entries += [(custom.prefix + key, value) for key, value in custom.state.items()]
+    changed: list[tuple[str, nn.Parameter]] = []
+    for fqn, value in entries:
+        if isinstance(value, nn.Parameter) and value.requires_grad == (fqn in frozen):
+            if plan.saved.info(f"{name}/{escaped(fqn)}") is not None:
+                changed.append((fqn, value))
+    if not changed:
+        return
+    shown = ", ".join(f"{fqn} ({'frozen' if fqn in frozen else 'trained'})" for fqn, _ in changed[:10])
+    more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
+    plan.notes.append(f"{name}: requires_grad is set as it was saved: {shown}{more}")
+
+    def set_flags() -> None:
+        for fqn, parameter in changed:
+            parameter.requires_grad_(fqn not in frozen)
+
+    plan.later(Phase.MODULES, set_flags)
+
+
+def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: RestorePlan) -> set[str]:
+    """Plans one load_state_dict call; returns the full names it stands for.
+
+    Keys and shapes are compared here only where the module cannot change them as it loads; else its own load does.
+    """
+    extra: Mapping[str, Json] = values.get("extra", {})
+    start = f"{name}/"
+    live = {f"{start}{escaped(custom.prefix + key)}": key for key in custom.state}
+    nodes: dict[str, Json] = {}
+    inner = tuple(f"{start}{fqn}/" for fqn in extra)
+    for full in plan.saved.names.get(name, ()):
+        fqn = str(unescape(full[len(start) :]))
+        if fqn.startswith(custom.prefix) and not (inner and full.startswith(inner)):
+            nodes[full] = {"$tensor": full}
+    nodes.update({f"{start}{escaped(fqn)}": node for fqn, node in extra.items() if fqn.startswith(custom.prefix)})
+    if not _loads_freely(custom.module):
+        plan.missing.extend(full for full in live if full not in nodes)
+        plan.unexpected.extend(full for full in nodes if full not in live)
+        for full, key in live.items():
+            _compare(full, custom.state[key], plan)
+    rebuild = Rebuild(plan)
+    kept: dict[str, torch.Tensor] = {}
+    for full, node in nodes.items():
+        value = custom.state.get(live.get(full, ""))
+        if plan.saved.composites.get(full, {}).get("kind") == "flatten" and isinstance(value, torch.Tensor):
+            # A subclass can only be filled inside the live tensor, which load_state_dict then copies onto itself.
+            if plan.fill(full, value):
+                kept[full] = value
+            continue
+        rebuild.reserve(node)
+    metadata = values.get("metadata", {}).get(custom.prefix)
+
+    def put_back() -> None:
+        state: OrderedDict[str, Any] = OrderedDict()
+        for full, node in nodes.items():
+            key = str(unescape(full[len(start) :]))[len(custom.prefix) :]
+            state[custom.raw_keys.get(key, key)] = kept[full] if full in kept else rebuild.value(node)
+        if metadata is not None:
+            state._metadata = rebuild.value(metadata)  # type: ignore[attr-defined]
+        custom.module.load_state_dict(state, strict=plan.strict)
+
+    where = f"{name}/{custom.prefix}".rstrip("./")
+    plan.later(Phase.MODULES, lambda: load(where, plan, put_back))
+    return set(live) | set(nodes)
+
+
+def _loads_freely(module: nn.Module) -> bool:
+    """True when a module inside reads its state_dict in its own way, so that names and shapes may rightly differ."""
+    for inner in module.modules():
+        inner = unwrap(inner)
+        kind = type(inner)
+        loads = next(base for base in kind.__mro__ if "_load_from_state_dict" in base.__dict__)
+        own = not loads.__module__.startswith("torch.nn.modules.")
+        if own or inner._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
+            return True
+        if "load_state_dict" in inner.__dict__:
+            return True
+    return False
+
+
+def _compare(full: str, live: Any, plan: RestorePlan) -> None:
+    info = plan.saved.info(full)
+    if info is None or not isinstance(live, nn.Parameter) or composite.is_composite(live):
+        return
+    if tuple(live.shape) != info.shape:
+        plan.shape.append((full, str(list(info.shape)), str(list(live.shape))))
+    live_dtype = str(live.dtype).removeprefix("torch.")
+    if live_dtype != info.dtype:
+        plan.dtype.append((full, info.dtype, live_dtype))
