@@ -136,9 +136,9 @@ def read_table(sub: Fields, group_count: int) -> TensorTable:
     if len(known) != count:
         raise sub.error("a tensor's name stands twice")
     dtypes = sub.column("dtypes", count)
-    unknown = next((dtype for dtype in dtypes if type(dtype) is not str or dtype not in ITEMSIZE), None)
-    if unknown is not None:
-        raise sub.error(f"the dtype {str(unknown)[:80]!r} is not known")
+    unknown = [dtype for dtype in dtypes if type(dtype) is not str or dtype not in ITEMSIZE]
+    if unknown:
+        raise sub.error(f"the dtype {str(unknown[0])[:80]!r} is not known")
     shapes = _shapes(sub, sub.column("shapes", count))
     groups = sub.column("groups", count)
     if any(type(group) is not int or not 0 <= group < group_count for group in groups):
