@@ -1,0 +1,125 @@
+"""What every method of a manager rests on: who may call it, what it holds, and reading back what is committed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.capture.state import Registry
+from ckpt.commit.line import Line, best_of, line_of
+from ckpt.commit.roster import Scanner, remove_pin, set_pin
+from ckpt.coordination.ranks import this_process
+from ckpt.errors import ClosedError, ForkedError
+from ckpt.manager import exiting
+from ckpt.manager.options import Options, step_number
+from ckpt.manager.reports import Receipt, SaveReport
+from ckpt.manager.restoring import Restorer
+from ckpt.manager.saving import Saver
+from ckpt.manager.session import Session
+from ckpt.manager.signals import Signals
+from ckpt.manager.writer import Writer
+from ckpt.storage.open import normalise, open_storage
+
+
+class ManagerBase:
+    """Holds the pieces of a manager, guards them, and answers what needs no lock."""
+
+    def __init__(self, root: Any, options: Options, storage_options: Mapping[str, Any] | None) -> None:
+        self._options = options
+        self._name, _ = normalise(root)
+        self._storage = open_storage(root, dict(storage_options or {}))
+        self._pid = os.getpid()
+        self._calls = threading.RLock()
+        self._registry = Registry()
+        self._session = Session(self._storage, options)
+        self._writer = Writer()
+        self._saver = Saver(self._registry, self._session, self._writer, options)
+        self._restorer = Restorer(self._registry, options)
+        self._signals = Signals(options.on_signal)
+        self._entered_root = False
+        self._closed = False
+        self._completed = 0  # the last step whose body was completed, or that was resumed
+        # At exit and when nobody holds the manager any more: finishes the save in flight and frees the lock.
+        self._end = weakref.finalize(self, exiting.end, self._session, self._writer, options.exit_timeout, self._pid)
+
+    def _check_pid(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"This manager belongs to process {self._pid} and was used in its forked child {os.getpid()}.",
+                owner_pid=self._pid,
+                pid=os.getpid(),
+                stage="fork",
+                hint="Save and resume in the process that made it.",
+            )
+
+    def _check_open(self) -> None:
+        self._check_pid()
+        if self._closed:
+            raise ClosedError("The manager is closed.", path=self._storage.url, hint="Make a new one to go on.")
+
+    def _entered(self) -> threading.RLock:
+        # The pid first: a lock that another thread held at the fork is never freed in the child.
+        self._check_open()
+        return self._calls
+
+    def _enter_root(self) -> None:
+        """What the first resume, save or loop does: one process, the lock (I6), the signals."""
+        this_process()
+        self._session.lock.acquire(self._options.lock_timeout)
+        self._signals.install()
+        self._entered_root = True
+
+    @property
+    def root(self) -> str:
+        """The root in its normal form: an absolute path or a URL."""
+        return self._name
+
+    def _line(self) -> Line:
+        self._check_pid()
+        return line_of(Scanner(self._storage).scan(), self._session.run)
+
+    def steps(self) -> tuple[int, ...]:
+        """Committed steps of the run's line, oldest first, read from storage now; () when there is no root.
+
+        Raises StorageUnavailableError when it could not be read. Takes no lock; works on a closed manager.
+        """
+        return tuple(folder.step for folder in self._line().steps)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest of `steps()`; None when there is none."""
+        return max(self.steps(), default=None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the line that is best by `monitor` and `mode`; None without one, or without monitor."""
+        if self._options.monitor is None:
+            return None
+        ranked = best_of(self._line().steps, self._options.monitor, self._options.mode)
+        return ranked[0].step if ranked else None
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """Report of the newest finished save; None before one. Skipped saves don't count."""
+        return self._session.last
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """Report of the last resume; None before one."""
+        return self._restorer.receipt
+
+    def pin(self, step: int, note: str = "") -> None:
+        """Keeps a committed step from ever being removed; again: the note is replaced. Durable on return, takes no lock.
+
+        Raises NotCommittedError when the step is not committed, ValueError for a note of more than 1 KiB.
+        """
+        self._check_open()
+        set_pin(self._storage, step_number(step), note)
+
+    def unpin(self, step: int) -> None:
+        """Takes the pin away; fine when there is none."""
+        self._check_open()
+        remove_pin(self._storage, step_number(step))

@@ -1,0 +1,174 @@
+"""One resume: the step is chosen, its bytes are brought in, its values applied, and the receipt written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt import points
+from ckpt.capture.base import Phase, RestorePlan
+from ckpt.capture.state import Registry
+from ckpt.commit.line import Line
+from ckpt.commit.roster import Scanner
+from ckpt.coordination.ranks import this_process
+from ckpt.errors import CheckpointError, StateMismatchError
+from ckpt.manager import resuming
+from ckpt.manager.looping import remembers
+from ckpt.manager.options import Options
+from ckpt.manager.reports import Receipt, differences, environment
+from ckpt.manager.resuming import Choice, Resumed
+from ckpt.manager.session import Session
+from ckpt.storage.open import open_storage
+
+log = logging.getLogger("ckpt")
+_VALUES = frozenset(Phase) - {Phase.RNG}
+
+
+def check_override(override: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+    """TypeError for what is no mapping of registered names to lists of keys."""
+    if override is None:
+        return {}
+    if not isinstance(override, Mapping):
+        raise TypeError(f"override must be a mapping of registered names to keys, not {type(override).__name__}")
+    result: dict[str, tuple[str, ...]] = {}
+    for name, keys in override.items():
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"override[{name!r}] must be a list of keys, not {keys!r}")
+        result[name] = tuple(keys)
+    return result
+
+
+class Restorer:
+    """Resumes of one manager, and what they leave behind: the receipt and the random state to put back late."""
+
+    def __init__(self, registry: Registry, options: Options) -> None:
+        self._registry = registry
+        self._options = options
+        self._plan: RestorePlan | None = None
+        self._rng_pending = False
+        self._broken: CheckpointError | None = None
+        self.receipt: Receipt | None = None
+
+    def resume(
+        self, session: Session, request: str | int, from_: Any, override: Mapping[str, tuple[str, ...]]
+    ) -> int:
+        """See CheckpointManager.resume."""
+        points.reach("resume.begin")
+        storage, foreign = session.storage, False
+        choice = None
+        if from_ is None or request == "auto":
+            choice = resuming.find(storage, session.scanner, request, self._options)
+        if choice is None and from_ is not None:
+            storage, foreign = open_storage(from_), True
+            choice = resuming.find(storage, Scanner(storage), request, self._options)
+        if choice is None:
+            return self._fresh(session)
+        touched = [False]
+        try:
+            resumed = resuming.bring_back(storage, choice, self._registry, self._options, override, touched)
+        except CheckpointError as error:
+            # Live tensors may hold a mix of bytes now: saving them would make the mix durable.
+            self._broken = error if touched[0] else self._broken
+            raise
+        self._refuse_other_world(resumed)
+        resumed.plan.apply(_VALUES)
+        resumed.plan.apply({Phase.RNG})
+        self._broken = None
+        self._plan, self._rng_pending = resumed.plan, True
+        self._place(session, choice, resumed, foreign)
+        self.receipt = self._written(storage.url, resumed)
+        points.reach("resume.done")
+        self._tell(storage.url)
+        return resumed.stored.manifest.step
+
+    def _fresh(self, session: Session) -> int:
+        session.adopt(None, None, Line())
+        self._plan, self._rng_pending, self._broken = None, False, None
+        now = environment()
+        self.receipt = Receipt(0, None, (), (), (), (), None, this_process().world_size, "fresh start", {}, now)
+        log.info("nothing is committed in %s: a fresh start", session.storage.url)
+        points.reach("resume.done")
+        return 0
+
+    def _refuse_other_world(self, resumed: Resumed) -> None:
+        then, now = resumed.stored.manifest.world_size, this_process().world_size
+        if then != now and self._options.on_world_change == "refuse":
+            raise StateMismatchError(
+                f"Step {resumed.folder.step} was saved by {then} ranks and this run has {now}.",
+                step=resumed.folder.step,
+                stage="resume",
+                hint='Start with as many ranks, or pass on_world_change="elastic".',
+            )
+
+    def _place(self, session: Session, choice: Choice, resumed: Resumed, foreign: bool) -> None:
+        run = None if foreign else resumed.stored.manifest.run
+        session.adopt(run, resumed.folder, choice.line)
+        session.damaged |= resumed.damaged
+        session.spare = {resumed.folder.name, *resumed.damaged} if not foreign else set()
+
+    def _written(self, url: str, resumed: Resumed) -> Receipt:
+        record = resumed.stored.manifest
+        now = environment()
+        plan = resumed.plan
+        reasons = list(plan.changes)
+        world = this_process().world_size
+        if record.world_size != world:
+            reasons.append(f"world size ({record.world_size} then, {world} now)")
+        reasons += differences(record.environment, now)
+        return Receipt(
+            step=record.step,
+            path=f"{url}/{resumed.folder.name}",
+            restored=tuple(name for name in self._registry.parts if name not in plan.missing),
+            missing=tuple(plan.missing),
+            unexpected=tuple(plan.unexpected),
+            skipped=resumed.skipped,
+            world_size_then=record.world_size,
+            world_size_now=world,
+            exactness="changed: " + "; ".join(reasons) if reasons else "bit-exact",
+            environment_then=record.environment,
+            environment_now=now,
+            notes=tuple(plan.notes),
+        )
+
+    def _tell(self, url: str) -> None:
+        receipt = self.receipt
+        assert receipt is not None
+        log.info("resumed step %d of %s: %s", receipt.step, url, receipt.exactness)
+        for note in receipt.notes:
+            log.info("resumed with a difference: %s", note)
+
+    def restore_rng(self) -> None:
+        """Puts the resumed random state back once more; no-op when nothing was resumed."""
+        if self._plan is not None:
+            self._plan.apply({Phase.RNG})
+
+    def restore_rng_once(self) -> None:
+        """The same, for the first iterator after a resume only."""
+        if self._rng_pending:
+            self._rng_pending = False
+            self.restore_rng()
+
+    def check_loader(self, loader: Iterable[Any] | None) -> None:
+        """Tells, in the log and the receipt, of a loader whose position was not brought back."""
+        if loader is None or self.receipt is None or self.receipt.path is None:
+            return
+        if any(obj is loader for obj in self._registry.objects.values()):
+            return
+        why = "is not registered" if remembers(loader) else "cannot tell its position"
+        reason = f"the loader {why}: the data starts over at its beginning"
+        log.warning("%s; use a ckpt.ResumableLoader and register it", reason)
+        before = self.receipt.exactness
+        if reason not in before:
+            after = f"{before}; {reason}" if before.startswith("changed: ") else f"changed: {reason}"
+            self.receipt = replace(self.receipt, exactness=after)
+
+    def check_before_save(self) -> None:
+        """Refuses to save state that a failed resume left half overwritten."""
+        if self._broken is not None:
+            raise CheckpointError(
+                "The live state was overwritten by a resume that failed; saving it would make the damage durable.",
+                stage="save",
+                hint="Resume a sound step, or start the process anew.",
+            ) from self._broken

@@ -1,0 +1,173 @@
+"""Which step a resume takes, and the way of its bytes back into the live objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt import points
+from ckpt.capture.base import RestorePlan, SavedState, TensorInfo
+from ckpt.capture.state import Registry, plan_restore
+from ckpt.commit.landing import land
+from ckpt.commit.line import Line, best_of, line_of
+from ckpt.commit.roster import Roster, Scanner, StepFolder
+from ckpt.commit.stored import Stored, check_all, check_headers, open_stored
+from ckpt.errors import CheckpointError, CorruptCheckpointError, NotCommittedError
+from ckpt.manager.options import Options, step_number
+from ckpt.storage.base import Storage
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """candidates: steps to try, best first; skipped: newer ones known to be damaged already; fallback: whether damage
+    leads to the next candidate."""
+
+    candidates: tuple[StepFolder, ...]
+    skipped: tuple[tuple[int, str], ...]
+    line: Line
+    fallback: bool
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint whose bytes are in the live objects, values not yet applied."""
+
+    stored: Stored
+    folder: StepFolder
+    plan: RestorePlan
+    skipped: tuple[tuple[int, str], ...]
+    damaged: frozenset[str]
+
+
+def check_request(step: object, options: Options) -> str | int:
+    """ValueError or TypeError for a `step` that `resume` does not take."""
+    if isinstance(step, str):
+        if step not in ("auto", "latest", "best"):
+            raise ValueError(f'step must be "auto", "latest", "best" or a number, not {step!r}')
+        if step == "best" and options.monitor is None:
+            raise ValueError('resume("best") needs monitor, the metric that tells which step is best')
+        return step
+    return step_number(step)
+
+
+def choose(roster: Roster, request: str | int, options: Options, url: str) -> Choice | None:
+    """The steps to try; None when "auto" finds nothing at all and the run starts fresh.
+
+    Raises NotCommittedError, CorruptCheckpointError (the step asked for, or every step there is, is damaged) and
+    UnsupportedFormatError (the newest is of an unknown format: going back silently would lose work).
+    """
+    line = line_of(roster)
+    if isinstance(request, int):
+        return Choice((_exactly(roster, line, request, url),), (), line, False)
+    if request == "best":
+        assert options.monitor is not None
+        ranked = best_of(line.steps, options.monitor, options.mode)
+        if not ranked:
+            raise NotCommittedError(f"No committed step of {url} has the metric {options.monitor!r}.", path=url)
+        return Choice((ranked[0],), (), line, False)
+    newest = line.newest
+    newer = [folder for folder in roster.damaged if newest is None or folder.step > newest.step]
+    for folder in newer:
+        if folder.unsupported is not None:
+            raise folder.unsupported
+    skipped = tuple((folder.step, folder.problem or "damaged") for folder in sorted(newer, key=lambda f: -f.step))
+    if newest is None:
+        if skipped:
+            raise _all_damaged(url, skipped)
+        if request == "latest":
+            raise NotCommittedError(f"Nothing is committed in {url}.", path=url, hint='resume("auto") starts fresh.')
+        return None
+    return Choice(tuple(reversed(line.steps)), skipped, line, True)
+
+
+def _exactly(roster: Roster, line: Line, step: int, url: str) -> StepFolder:
+    found = line.at(step) or next((folder for folder in reversed(line.off) if folder.step == step), None)
+    if found is not None:
+        return found
+    for folder in roster.damaged:
+        if folder.step == step:
+            if folder.unsupported is not None:
+                raise folder.unsupported
+            raise CorruptCheckpointError(
+                f"Step {step} in {url} is damaged: {folder.problem}.",
+                kind=folder.kind,
+                step=step,
+                path=f"{url}/{folder.name}",
+                hint='resume("auto") takes the newest sound step.',
+            )
+    there = ", ".join(str(folder.step) for folder in line.steps[-8:]) or "none"
+    raise NotCommittedError(f"Step {step} is not committed in {url} (newest: {there}).", step=step, path=url)
+
+
+def _all_damaged(url: str, attempts: Sequence[tuple[int, str]]) -> CorruptCheckpointError:
+    lines = "\n  ".join(f"step {step}: {reason}" for step, reason in attempts)
+    return CorruptCheckpointError(
+        f"{url} holds checkpoints, but none is sound:\n  {lines}\n",
+        attempts=attempts,
+        path=url,
+        stage="resume",
+        hint="Look with `ckpt verify`; to start over on purpose, choose an empty root.",
+    )
+
+
+def bring_back(
+    storage: Storage,
+    choice: Choice,
+    registry: Registry,
+    options: Options,
+    override: Mapping[str, tuple[str, ...]],
+    touched: list[bool],
+) -> Resumed:
+    """Loads the first sound candidate into the registered objects' tensors.
+
+    Only damage leads to the next one (CorruptCheckpointError); everything else raises at once. `touched[0]` becomes
+    True as soon as live bytes may have changed.
+    """
+    attempts = list(choice.skipped)
+    damaged: set[str] = set()
+    for step, reason in choice.skipped:
+        log.warning("step %d in %s is damaged and passed over: %s", step, storage.url, reason)
+    for folder in choice.candidates:
+        try:
+            stored = open_stored(storage, folder)
+            check_headers(stored)
+            plan = plan_restore(registry, saved_state(stored), options.strict, override)
+            plan.check()
+            if options.verify_first:
+                check_all(stored)
+            points.reach("resume.chosen")
+            plan.prepare()
+            touched[0] = touched[0] or bool(plan.targets)
+            land(stored, plan.targets)
+            points.reach("resume.tensors")
+            return Resumed(stored, folder, plan, tuple(attempts), frozenset(damaged))
+        except CorruptCheckpointError as error:
+            if not choice.fallback:
+                raise
+            attempts.append((folder.step, str(error)))
+            damaged.add(folder.name)
+            log.warning("step %d in %s is damaged and passed over: %s", folder.step, storage.url, error)
+    raise _all_damaged(storage.url, attempts)
+
+
+def saved_state(stored: Stored, rank: int = 0) -> SavedState:
+    """What the checkpoint holds for `rank`, as capture takes it."""
+    record = stored.manifest
+    table = record.tensors
+    orders = {piece.tensor: piece.dim_order for index in stored.indexes for piece in index.pieces}
+    tensors = {
+        name: TensorInfo(dtype, shape, orders.get(number))
+        for number, (name, dtype, shape) in enumerate(zip(table.names, table.dtypes, table.shapes, strict=True))
+    }
+    return SavedState(record.step, record.parts, stored.indexes[rank].values, tensors, table.aliases)
+
+
+def find(storage: Storage, scanner: Scanner, request: str | int, options: Options) -> Choice | None:
+    try:
+        return choose(scanner.scan(), request, options, storage.url)
+    except CheckpointError as error:
+        error.stage = error.stage or "resume"
+        raise
