@@ -6,6 +6,7 @@ Layout and views are kept for as long as the structure of the state stays the sa
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from ckpt.format.datafile import Layout, PieceSpec, lay_out
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 _HUGE = 2 << 20
+_SLICE = 16 << 20  # bytes touched between two looks at whether to stop
 
 
 class HostBuffer:
@@ -28,6 +30,7 @@ class HostBuffer:
         self._map: mmap.mmap | None = None
         self._bytes: torch.Tensor | None = None
         self._toucher: threading.Thread | None = None
+        self._stop = threading.Event()
 
     def reserve(self, size: int) -> None:
         """Makes room for `size` bytes; what was in the buffer is lost when it has to grow."""
@@ -60,21 +63,27 @@ class HostBuffer:
         if self._map is not None and len(self._map) >= size:
             return
         self.reserve(size)
-        area = self._bytes
+        area = self._map
         assert area is not None
+        stop = self._stop = threading.Event()
 
         def fault() -> None:
-            # In slices, so that a save that comes meanwhile waits for little.
-            for start in range(0, area.numel(), 64 << 20):
-                area[start : start + (64 << 20)].zero_()
+            # Not by torch: a thread inside its C++ code when the interpreter ends takes the whole process down. In
+            # slices, so that whoever waits for the end waits for little.
+            address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+            for start in range(0, len(area), _SLICE):
+                if stop.is_set():
+                    return
+                ctypes.memset(address + start, 0, min(_SLICE, len(area) - start))
 
         self._toucher = threading.Thread(target=fault, name="ckpt-touch", daemon=True)
         self._toucher.start()
 
     def settle(self) -> None:
-        """Waits for `touch`: its zeros must not land over a copy."""
+        """Ends `touch`: its zeros must not land over a copy."""
         toucher, self._toucher = self._toucher, None
         if toucher is not None:
+            self._stop.set()
             toucher.join()
 
     def bytes(self, size: int) -> torch.Tensor:
@@ -137,6 +146,10 @@ class Staging:
             image[start:end].view(_carrier(tensors[name].dtype)).view(tensors[name].shape)
             for name, (start, end) in zip(self._names, layout.spans, strict=True)
         ]
+
+    def settle(self) -> None:
+        """Ends the background work of `prepare`."""
+        self._buffer.settle()
 
     def release(self) -> None:
         """Lets the memory go."""

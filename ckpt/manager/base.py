@@ -43,7 +43,8 @@ class ManagerBase:
         self._closed = False
         self._completed = 0  # the last step whose body was completed, or that was resumed
         # At exit and when nobody holds the manager any more: finishes the save in flight and frees the lock.
-        self._end = weakref.finalize(self, exiting.end, self._session, self._writer, options.exit_timeout, self._pid)
+        self._ending = (self._session, self._writer, self._saver.staging)
+        self._end = weakref.finalize(self, exiting.end, *self._ending, options.exit_timeout, self._pid)
 
     def _check_pid(self) -> None:
         if os.getpid() != self._pid:

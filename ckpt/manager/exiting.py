@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 
+from ckpt.capture.staging import Staging
 from ckpt.manager.session import Session
 from ckpt.manager.writer import Writer
 
 log = logging.getLogger("ckpt")
 
 
-def end(session: Session, writer: Writer, timeout: float, pid: int) -> None:
+def end(session: Session, writer: Writer, staging: Staging, timeout: float, pid: int) -> None:
     """Finishes the save in flight within `timeout` seconds, ends the thread and frees the lock; starts nothing new.
 
     Does nothing in a forked child, to which none of it belongs. Never raises: an exit code stays what it was.
     """
     if os.getpid() != pid:
         return
+    staging.settle()
     if writer.idle(timeout):
         writer.stop(5.0)
         for error in session.errors:

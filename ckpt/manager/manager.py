@@ -226,7 +226,7 @@ class CheckpointManager(ManagerBase):
         self._closed = True
         self._signals.remove()
         self._end.detach()
-        exiting.end(self._session, self._writer, 0.0, self._pid)
+        exiting.end(*self._ending, 0.0, self._pid)
         if finished:
             self._saver.release()
             return self._saver.failure()

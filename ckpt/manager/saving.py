@@ -26,7 +26,7 @@ class Saver:
         self._session = session
         self._writer = writer
         self._options = options
-        self._staging = Staging()
+        self.staging = Staging()
         self._prepared = False
         self._monitor_missed = False
         self.schedule = Schedule(options)
@@ -84,7 +84,7 @@ class Saver:
         points.reach("save.begin")
         began = time.monotonic()
         snapshot = capture(self._registry)
-        staged = self._staging.stage(snapshot.tensors)
+        staged = self.staging.stage(snapshot.tensors)
         capture_s = time.monotonic() - began
         points.reach("save.staged")
         return Job(
@@ -105,7 +105,7 @@ class Saver:
         if self._prepared or self._writer.busy:
             return
         self._prepared = True
-        self._staging.prepare(capture(self._registry).tensors)
+        self.staging.prepare(capture(self._registry).tensors)
 
     def resumed(self, number: int) -> None:
         """The manager stands at `number` now; the age of the newest durable step counts from here."""
@@ -152,4 +152,4 @@ class Saver:
 
     def release(self) -> None:
         """Lets the staging memory go; nothing may be in flight."""
-        self._staging.release()
+        self.staging.release()
