@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ckpt.data import feed
 from ckpt.data.loader import ResumableLoader, observe
+from ckpt.data.order import Order
+from ckpt.data.seeding import Seeds, seed_globals
 
 pytestmark = pytest.mark.quick
 
@@ -23,6 +25,24 @@ def test_a_sample_keeps_its_augmentation_whatever_the_batch_size():
     split = ResumableLoader(Subset(Noisy(), range(13)), 5)
     assert {int(r[0]): r.tolist() for b in split for r in b} == rows
     assert len({tuple(r[1:]) for r in rows.values()}) == 13
+
+
+def test_each_draw_is_the_one_the_normative_text_names():
+    """A dataset and a collate_fn seeded by hand as docs/data-order.md says, padding included."""
+
+    def collate(samples):
+        return torch.stack(samples), torch.rand(2), random.random()
+
+    first, seeds, order = 12, Seeds(9, 1), Order(13, 9, 1)
+    loader = ResumableLoader(Noisy(), 2, seed=9, num_replicas=2, rank=0, collate_fn=collate)
+    other = ResumableLoader(Noisy(), 2, seed=9, num_replicas=2, rank=1, collate_fn=collate)
+    last, padded = ((loader.set_epoch(1), list(loader))[1][-1], (other.set_epoch(1), list(other))[1][-1])
+    for (rows, noise, number), position in ((last, first), (padded, first + 1)):
+        seed_globals(seeds.sample(position))
+        assert torch.equal(rows, Noisy()[order.index(position)][None])
+        seed_globals(seeds.batch(position))
+        assert torch.equal(noise, torch.rand(2)) and number == random.random()
+    assert ids(padded[0]) == [order.index(0)]
 
 
 def test_a_batchwise_dataset_is_asked_once_a_batch_and_collate_is_seeded():
