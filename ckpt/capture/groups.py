@@ -7,6 +7,7 @@ parameter), so that a resume puts groups and parameters into their saved order.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,9 +145,11 @@ def full_names(saved: SavedState, key: str) -> Iterator[str]:
     for part, description in saved.parts.items():
         if description.get("kind") != "module":
             continue
-        for fqn in (key, key.removeprefix(f"{part}.")):
-            full = f"{part}/{escape(fqn)}"
-            if saved.info(full) is not None:
+        # The spellings of `parameter_keys`; a module inside a registered container keeps its place in it.
+        inner = part.partition("/")[2]
+        for prefix in ("", f"{part}.", *((f"{inner}/", f"{part.replace('/', '.', 1)}/") if inner else ())):
+            full = f"{part}/{escape(key.removeprefix(prefix))}"
+            if key.startswith(prefix) and saved.info(full) is not None:
                 yield full
 
 
@@ -199,8 +202,9 @@ def differences(
     texts = []
     for s, i in pairs:
         if s is not None and i is not None:
-            added = [name for name in live[i] if name not in set(saved[s])]
-            removed = [name for name in saved[s] if name not in set(live[i])]
+            then, now = set(saved[s]), set(live[i])
+            added = [name for name in live[i] if name not in then]
+            removed = [name for name in saved[s] if name not in now]
             if added or removed:
                 which = f"group {i}" if s == i else f"group {i} (saved as group {s})"
                 changes = ([f"added {_quote(added)}"] if added else []) + (
@@ -230,13 +234,16 @@ def layout_of(tensor: torch.Tensor, order: tuple[int, ...] | None) -> list[Json]
     return [list(tensor.shape), None if order is None else list(order)]
 
 
+_unescape = functools.lru_cache(1 << 14)(unescape)  # few keys, each met once a parameter
+
+
 def direct_tensors(saved: SavedState, part: str) -> dict[str, dict[str, str]]:
     """parameter key -> state key -> full name. Tensors deeper inside a value are found through the value."""
     prefix = f"{part}/state/"
     table: dict[str, dict[str, str]] = {}
-    for full in saved.names.get(part, ()):
+    for full in saved.names.get(part.partition("/")[0], ()):
         if full.startswith(prefix):
             key, _, name = full[len(prefix) :].partition("/")
             if name and "/" not in name:
-                table.setdefault(str(unescape(key)), {})[str(unescape(name))] = full
+                table.setdefault(str(_unescape(key)), {})[str(_unescape(name))] = full
     return table

@@ -7,6 +7,7 @@ and nothing steps (I7). Absence of state is state: a parameter that had none has
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from ckpt.capture import groups as g
 from ckpt.capture.base import CollectorLike, Phase, RestorePlan, TensorInfo
 from ckpt.capture.composite import is_flattenable
+from ckpt.capture.module import escaped
 from ckpt.capture.options import capture_options, kept, plan_options
 from ckpt.capture.placing import Placer, live_tensors
 from ckpt.capture.rebuild import here
@@ -25,6 +27,7 @@ from ckpt.errors import UnsupportedStateError
 from ckpt.format.names import escape
 from ckpt.format.values import Json, refuse
 
+_escaped_key = functools.lru_cache(1024)(escape)  # a handful of keys, each met once a parameter
 _ON_HOST = frozenset({"step", "mu_product"})  # torch keeps these on the CPU unless a group is capturable or fused
 
 Options = Callable[[], dict[str, Any]]
@@ -94,13 +97,13 @@ class OptimizerPart:
         }
 
     def _capture_state(self, key: str, state: Mapping[Any, Any], into: CollectorLike, entries: dict[str, Json]) -> None:
-        prefix = f"{self.name}/state/{escape(key)}/"
+        prefix = f"{self.name}/state/{escaped(key)}/"
         rest: dict[str, Json] = {}
         for name, value in state.items():
             if type(name) is not str:
                 raise refuse(name, (self.name, "state", key, str(name)), " as a key of an optimizer's state")
             if isinstance(value, torch.Tensor):
-                into.tensor(prefix + escape(name), value)
+                into.tensor(prefix + _escaped_key(name), value)
             else:
                 rest[name] = into.encode(value, (self.name, "state", key, name))
         if rest or not state:
@@ -213,21 +216,20 @@ class OptimizerPart:
             return None
         live = self.obj.state.get(home.param, {})
         for name, full in names.items():
-            self._plan_tensor(plan, placer, full, live.get(name), home.of(name), home)
+            self._plan_tensor(plan, placer, full, live.get(name), home.of(name))
         if node:
             placer.reserve(node, dict(live_tensors(live, (self.name, "state", key))), home.beside)
 
         def make() -> dict[str, Any]:
-            return {**{n: placer.filled(full) for n, full in names.items()}, **(placer.value(node) if node else {})}
+            tensors = {name: home.laid_out(placer.filled(full), plan.saved.info(full)) for name, full in names.items()}
+            return {**tensors, **(placer.value(node) if node else {})}
 
         return make
 
-    def _plan_tensor(
-        self, plan: RestorePlan, placer: Placer, full: str, live: Any, device: torch.device, home: _Home
-    ) -> None:
+    def _plan_tensor(self, plan: RestorePlan, placer: Placer, full: str, live: Any, device: torch.device) -> None:
         head = plan.saved.composites.get(full)
         if head is None:
-            placer.place(full, live, device, home.strides(plan.saved.info(full)))
+            placer.place(full, live, device)
         elif head.get("kind") != "flatten":
             placer.reserve({"$tensor": full}, {}, lambda _: device)
         elif isinstance(live, torch.Tensor) and is_flattenable(live):
@@ -290,17 +292,19 @@ class _Home:
         """The device of a tensor inside nested state that was saved on `saved`."""
         return here(saved) if saved == "cpu" and self.stored.device != "cpu" else self.param.device
 
-    def strides(self, info: TensorInfo | None) -> tuple[int, ...] | None:
-        """The parameter's strides for state that was laid out like it; None for the saved dim order.
+    def laid_out(self, filled: torch.Tensor, info: TensorInfo | None) -> torch.Tensor:
+        """`filled`, laid out like the parameter if it was so when saved.
 
         A registered module gets its saved layout back, and so does the state. Without one the script's layout stays,
         and fused kernels, which walk parameter and moments in memory order, go wrong when only one of them follows.
         """
-        layout = self.layout
+        layout, p = self.layout, self.param
         if layout is None or info is None or info.shape != layout.shape or info.dim_order != layout.dim_order:
-            return None
-        dense = self.param.is_contiguous() or dim_order_of(self.param) is not None
-        return tuple(self.param.stride()) if dense else None
+            return filled
+        if dim_order_of(p) == info.dim_order or not (p.is_contiguous() or dim_order_of(p) is not None):
+            return filled
+        with torch.no_grad():
+            return torch.empty_strided(p.shape, p.stride(), dtype=filled.dtype, device=filled.device).copy_(filled)
 
 
 def _on_cpu(value: object) -> bool:

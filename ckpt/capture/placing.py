@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ckpt.capture import composite
-from ckpt.capture.base import RestorePlan, Target
+from ckpt.capture.base import RestorePlan, Target, TensorInfo
 from ckpt.capture.rebuild import decode_with, here, stored_tensor
-from ckpt.capture.tensors import allocate, dense_strides
+from ckpt.capture.tensors import DTYPES, allocate, dense_strides
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.values import Json, spell
 
@@ -28,15 +28,13 @@ class Placer:
     def __init__(self, plan: RestorePlan) -> None:
         self._plan = plan
         self._placed: dict[str, torch.Tensor] = {}
-        self._used: set[tuple[str, int]] = set()
+        self._used: set[tuple[torch.device, int]] = set()
         self._kept: dict[str, torch.Tensor] = {}
 
-    def place(
-        self, name: str, live: object, device: torch.device, strides: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
+    def place(self, name: str, live: object, device: torch.device) -> torch.Tensor:
         """The tensor that will hold the bytes saved as `name`: `live` when it fits, else a new one on `device`.
 
-        strides: those wanted, in elements; None for the saved dim order. Tensors saved as one come back as one.
+        Tensors saved as one come back as one.
         """
         saved = self._plan.saved
         info = saved.info(name)
@@ -50,34 +48,27 @@ class Placer:
         stored = saved.aliases.get(name, name)
         if stored in self._placed:
             return self._placed[stored]
-        wanted = dense_strides(info.shape, info.dim_order) if strides is None else strides
-        if isinstance(live, torch.Tensor) and self._fits(live, info.dtype, info.shape, device, wanted):
-            target = live
-        elif strides is None:
-            target = allocate(info, device)
-        else:
-            target = torch.empty_strided(info.shape, strides, dtype=getattr(torch, info.dtype), device=device)
+        target = live if isinstance(live, torch.Tensor) and self._fits(live, info, device) else allocate(info, device)
         if target.numel():
-            self._used.add((str(target.device), target.data_ptr()))
+            self._used.add((target.device, target.data_ptr()))
         self._placed[stored] = target
         self._plan.targets.append(Target(stored, target))
         return target
 
-    def _fits(
-        self, live: torch.Tensor, dtype: str, shape: tuple[int, ...], device: torch.device, strides: tuple[int, ...]
-    ) -> bool:
+    def _fits(self, live: torch.Tensor, info: TensorInfo, device: torch.device) -> bool:
+        strides = dense_strides(info.shape, info.dim_order)
         return (
             type(live) in (torch.Tensor, torch.nn.Parameter)
             and live.layout == torch.strided
-            and tuple(live.shape) == shape
-            and str(live.dtype) == f"torch.{dtype}"
+            and tuple(live.shape) == info.shape
+            and live.dtype is DTYPES.get(info.dtype)
             and live.device.type == device.type
             and (device.index is None or live.device.index == device.index)
-            and all(n == 1 or a == b for n, a, b in zip(shape, live.stride(), strides, strict=True))
+            and (live.stride() == strides or _same_order(info.shape, live.stride(), strides))
             and not live.is_conj()
             and not live.is_neg()
             # Two names that share memory now and did not when saved would overwrite each other.
-            and (live.numel() == 0 or (str(live.device), live.data_ptr()) not in self._used)
+            and (live.numel() == 0 or (live.device, live.data_ptr()) not in self._used)
         )
 
     def reserve(self, node: Json, live: Mapping[str, torch.Tensor], where: Where = here) -> Any:
@@ -110,6 +101,10 @@ class Placer:
     def keep(self, name: str, live: torch.Tensor) -> None:
         """`live` stays the tensor of `name`; its components are planned elsewhere."""
         self._kept[name] = live
+
+
+def _same_order(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
 
 
 def live_tensors(value: Any, path: tuple[object, ...]) -> Iterator[tuple[str, torch.Tensor]]:
