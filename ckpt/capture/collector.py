@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ckpt.capture import composite
-from ckpt.capture.containers import StateDict
 from ckpt.capture.rebuild import PartReference
 from ckpt.capture.tensors import DTYPE_NAMES, order_of_strides
 from ckpt.errors import UnsupportedStateError
@@ -21,6 +21,8 @@ from ckpt.format.names import MAX_NAME
 from ckpt.format.values import Json, Path, encode, refuse, spell
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_REAL = frozenset(dtype for dtype in DTYPE_NAMES if not dtype.is_complex)
+_STRIDED = torch.strided
 
 
 class Collector:
@@ -37,10 +39,11 @@ class Collector:
         self.parts: dict[str, dict[str, Json]] = {}
         self.values: dict[str, Json] = {}
         # Both maps name tensors that `tensors` or `_split` keep alive: an address or id of a temporary is no identity.
-        self._by_address: dict[int, list[str]] = {}
+        self._by_address: dict[int, str] = {}
+        self._same_address: dict[int, list[str]] = {}  # every stored name, where views of several kinds start alike
         self._by_id: dict[int, str] = {}
         self._split: dict[int, tuple[torch.Tensor, dict[str, Json], composite.Components]] = {}
-        self._orders: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+        self._falling: set[tuple[int, ...]] = set()
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a live tensor under its full name.
@@ -48,38 +51,38 @@ class Collector:
         The same memory seen in the same way under two names is kept once. Raises UnsupportedStateError, naming the
         tensor, for meta, fake, uninitialised and sharded tensors, unknown subclasses and layouts, and a name in use.
         """
-        if name in self.tensors or name in self.aliases or name in self.composites:
-            raise composite.refusal(tensor, name, "another value of the state has the same name")
-        if type(tensor) not in _PLAIN or tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+        # Tens of thousands of tensors come through here while training waits: no call and no attribute too many.
+        if type(tensor) not in _PLAIN or tensor.dtype not in _REAL or tensor.layout is not _STRIDED or tensor.is_neg():
             self._uncommon(name, tensor)
-            return
-        self._strided(name, tensor)
+        else:
+            self._strided(name, tensor)
 
     def _strided(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.detach().resolve_conj().resolve_neg()
+        if name in self.tensors:
+            raise composite.refusal(tensor, name, "another value of the state has the same name")
         address = tensor.data_ptr()
         if address == 0:
             if self._seen_empty(name, tensor):
                 return
-        else:
-            same = self._by_address.get(address)
-            if same is None:
-                self._by_address[address] = [name]
-            elif self._seen(name, tensor, same):
-                return
+        elif self._by_address.setdefault(address, name) is not name and self._seen(name, tensor, address):
+            return
         self.tensors[name] = tensor
-        if tensor.dim() > 1:
-            layout = (tensor.shape, tensor.stride())
-            try:
-                order = self._orders[layout]
-            except KeyError:
-                order = self._orders[layout] = order_of_strides(*layout)
-            if order is not None:
-                self.dim_orders[name] = order
+        strides = tensor.stride()
+        if strides not in self._falling:
+            self._note_order(name, tensor, strides)
 
-    def _seen(self, name: str, tensor: torch.Tensor, same: list[str]) -> bool:
-        for first in same:
+    def _note_order(self, name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+        # Strides that only fall are row-major or a view with holes, whatever the shape.
+        if all(a >= b for a, b in pairwise(strides)):
+            self._falling.add(strides)
+            return
+        order = order_of_strides(tensor.shape, strides)
+        if order is not None:
+            self.dim_orders[name] = order
+
+    def _seen(self, name: str, tensor: torch.Tensor, address: int) -> bool:
+        others = self._same_address.setdefault(address, [self._by_address[address]])
+        for first in others:
             other = self.tensors[first]
             if other is tensor or (
                 tensor.numel() > 0
@@ -90,7 +93,7 @@ class Collector:
             ):
                 self.aliases[name] = first
                 return True
-        same.append(name)
+        others.append(name)
         return False
 
     def _seen_empty(self, name: str, tensor: torch.Tensor) -> bool:
@@ -109,6 +112,9 @@ class Collector:
         if why is not None:
             raise composite.refusal(tensor, name, why)
         if not composite.is_composite(tensor):
+            if tensor.is_conj() or tensor.is_neg():
+                # The memory of such a view holds other bits than its elements, so that it must tie with nothing.
+                tensor = tensor.detach().resolve_conj().resolve_neg()
             self._strided(name, tensor)
             return
         # Components may be made anew at each access: one tensor under two names must give the same ones to be tied.
@@ -146,8 +152,6 @@ class Collector:
                 return {"$npdtype": value.str}
         if type(value) is PartReference:
             return {"$part": value.name}
-        if type(value) is StateDict:
-            return encode(dict(value), path, self._leaf)
         raise refuse(value, path)
 
     def _tensor_leaf(self, value: torch.Tensor, path: Path) -> Json:

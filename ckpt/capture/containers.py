@@ -1,4 +1,4 @@
-"""Plain state: `StateDict`, objects with a state_dict or get_state pair, nested mappings and lists.
+"""Objects that give and take their own state, and nested mappings and lists of registered objects.
 
 What comes back is what was saved: content is replaced as a whole, never merged with what the live object held.
 """
@@ -6,7 +6,7 @@ What comes back is what was saved: content is replaced as a whole, never merged 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from ckpt.capture.base import CollectorLike, Part, Phase, RestorePlan
@@ -20,64 +20,6 @@ LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError,
 
 _SCALARS = (bool, int, float, str, bytes)
 _GONE = object()
-
-
-class StateDict(MutableMapping[str, Any]):
-    """A mapping of plain values that can be registered: `StateDict(epoch=0, best=inf)`.
-
-    Keys are str. Values are of the closed set a checkpoint holds, tensors and numpy arrays included; they are checked
-    when a checkpoint is saved. A resume replaces the whole content of this same object.
-    """
-
-    def __init__(self, mapping: Mapping[str, Any] | Any = (), **values: Any) -> None:
-        self._values: dict[str, Any] = {}
-        self.update(mapping, **values)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if not isinstance(key, str):
-            raise TypeError(f"a StateDict key is a str, not {type(key).__name__}")
-        self._values[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"StateDict({self._values!r})"
-
-
-class StateDictPart:
-    kind = "values"
-
-    def __init__(self, name: str, values: StateDict) -> None:
-        self.name = name
-        self._live = values
-
-    def capture(self, into: CollectorLike) -> None:
-        into.parts[self.name] = {"kind": self.kind}
-        into.values[self.name] = into.encode(dict(self._live), (self.name,))
-
-    def plan(self, plan: RestorePlan) -> None:
-        node = plan.saved.values.get(self.name)
-        rebuild = Rebuild(plan)
-        rebuild.reserve(node)
-
-        def replace() -> None:
-            # All or nothing: decoding may still fail on damaged values.
-            values = rebuild.value(node)
-            self._live.clear()
-            self._live.update(values)
-
-        plan.later(Phase.OTHERS, replace)
-        plan.restored.append(self.name)
 
 
 class ObjectPart:
@@ -196,7 +138,8 @@ def is_container(node: Any) -> bool:
     """True for what is walked for registered objects; other collections are values as a whole."""
     if type(node) in (dict, list, tuple, OrderedDict):
         return True
-    return isinstance(node, MutableMapping) and type(node) not in (StateDict, Counter, defaultdict)
+    takes = hasattr(node, "load_state_dict") or hasattr(node, "set_state")
+    return isinstance(node, MutableMapping) and not takes and type(node) not in (Counter, defaultdict)
 
 
 def _replace(live: Any, saved: Any, objects: Mapping[str, Any]) -> Any:

@@ -210,8 +210,9 @@ class ModulePart:
         extra: dict[str, Json] = {}
         self._look_at_attributes(found)
         prefix = f"{self.name}/"
+        add = into.tensor
         for fqn, tensor in found.tensors:
-            into.tensor(prefix + escaped(fqn), tensor)
+            add(prefix + fqn if "." in fqn and "/" not in fqn and "%" not in fqn else prefix + escape(fqn), tensor)
             if not tensor.requires_grad and isinstance(tensor, nn.Parameter):
                 frozen.append(fqn)
         for fqn, module in found.extra:

@@ -14,6 +14,8 @@ from ckpt.capture.tensors import allocate
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.values import Json, decode
 
+ABSENT: Any = object()  # in the place of a tensor that was not read
+
 
 class PartReference:
     """In a container's tree, the place of a registered object; the object is the part of this name."""
@@ -142,14 +144,17 @@ def _torch_dtype(name: str) -> torch.dtype:
 def _array(payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
     if isinstance(payload, str):
         tensor = tensor_of(payload, "cpu")
-        return tensor.numpy()
+        return tensor if tensor is ABSENT else tensor.numpy()
     import numpy
 
     name, kind, shape = payload
     dtype = numpy.dtype(kind)
     if dtype.hasobject:
         raise ValueError("an array of objects cannot be stored")
-    raw = tensor_of(name, "cpu").numpy()
+    tensor = tensor_of(name, "cpu")
+    if tensor is ABSENT:
+        return tensor
+    raw = tensor.numpy()
     return raw.view(dtype).reshape(shape) if raw.size else numpy.empty(shape, dtype)
 
 

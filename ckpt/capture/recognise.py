@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
+from ckpt.capture import optimizer, scaler, scheduler
 from ckpt.capture.base import Part, Phase
 from ckpt.capture.collector import Collector
-from ckpt.capture.containers import ContainerPart, ObjectPart, StateDict, StateDictPart, is_container
+from ckpt.capture.containers import ContainerPart, ObjectPart, is_container
 from ckpt.capture.module import ModulePart, overrides_state_dict, unwrap
-from ckpt.capture.optimizer import OptimizerPart, is_own
 from ckpt.capture.rng import GeneratorPart, family
 from ckpt.errors import UnsupportedStateError
 
@@ -51,18 +51,12 @@ def _known(name: str, obj: Any, names: Names) -> Part | None:
         raise unsupported(name, obj)
     if isinstance(obj, nn.Module):
         return _module(name, obj)
-    if is_own(obj):
-        return OptimizerPart(name, obj, names)
-    if isinstance(obj, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
-        from ckpt.capture.scheduler import SchedulerPart
-
-        return SchedulerPart(name, obj)
-    if isinstance(obj, torch.amp.GradScaler):
-        from ckpt.capture.scaler import ScalerPart
-
-        return ScalerPart(name, obj)
-    if isinstance(obj, StateDict):
-        return StateDictPart(name, obj)
+    if optimizer.is_own(obj):
+        return optimizer.OptimizerPart(name, obj, names)
+    if scheduler.is_own(obj):
+        return scheduler.SchedulerPart(name, obj)
+    if scaler.is_own(obj):
+        return scaler.ScalerPart(name, obj)
     return GeneratorPart(name, obj) if family(obj) is not None else None
 
 
@@ -96,6 +90,8 @@ def _call(obj: Any, method: str, *arguments: Any) -> Any:
 def _phase(obj: Any) -> Phase:
     if isinstance(obj, torch.optim.Optimizer):
         return Phase.OPTIMIZERS
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return Phase.SCHEDULERS
     return Phase.DATA if _is_stream(obj) else Phase.OTHERS
 
 

@@ -225,8 +225,8 @@ def family(generator: Any) -> str | None:
     """Which library a generator is of, with its device or bit generator; None for what is none."""
     if isinstance(generator, torch.Generator):
         return f"torch:{generator.device.type}"
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return "python"
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else "python"
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(generator, numpy.random.Generator):
         return f"numpy:{generator.bit_generator.state['bit_generator']}"
