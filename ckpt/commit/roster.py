@@ -125,7 +125,7 @@ class Scanner:
     def _with_files(self, name: str, manifest: Manifest) -> StepFolder:
         found = {entry.name: entry for entry in self.storage.list(name) or ()}
         for listed in manifest.files:
-            entry = found.get(listed.name)
+            entry = found.get(listed.name) if listed.source is None else self.storage.stat(listed.path(name))
             if entry is None or entry.kind != "file":
                 return StepFolder(name, manifest, f"its file {listed.name} is missing", "missing-file")
             if entry.bytes != listed.bytes:

@@ -28,6 +28,10 @@ class Stored:
     indexes: tuple[RankIndex, ...]
 
     def path(self, file: str) -> str:
+        """Where a listed file lies, below the root: in the step's folder, or in that of an earlier step."""
+        entry = self.manifest.file(file)
+        if entry is not None and entry.source is not None:
+            return entry.path(self.folder)
         return f"{self.folder}/{file}" if self.folder else file
 
     @cached_property
