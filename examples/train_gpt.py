@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import sysconfig
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def warm_up_then_cosine(warm_up: int, horizon: int) -> object:
+def warm_up_then_cosine(warm_up: int, horizon: int) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < warm_up:
             return (step + 1) / warm_up

@@ -25,9 +25,9 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # another number of threads adds in another order, which changes the last bits
 
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.as_tensor(digits)
     loader = ResumableLoader(TensorDataset(images, labels), batch_size=64, seed=0)
 
     body = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()]

@@ -26,33 +26,39 @@ find_python() {
   return 1
 }
 
-# Line 1: what makes the folder itself unusable (it was moved, or the interpreter is another). Line 2: what is in it.
-wanted_stamp() {
+# Line 1: where the folder was made, as it does not survive a move. Line 2: what was installed. $1 is any interpreter.
+stamp() {
   "$1" - "$REPO" <<'PYTHON'
 import hashlib, pathlib, sys
 files = b"".join(pathlib.Path(sys.argv[1], name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-print(sys.argv[1], sys.version.split()[0])
+print(sys.argv[1])
 print(hashlib.sha256(files).hexdigest())
 PYTHON
 }
 
+is_current() {
+  [ -f "$VENV/stamp" ] && [ "$(cat "$VENV/stamp")" = "$(stamp "$VENV/bin/python" 2>/dev/null)" ]
+}
+
 build_env() {
-  local base="$1" stamp="$2"
-  if [ "$(head -n 1 "$VENV/stamp" 2>/dev/null)" != "$(head -n 1 <<<"$stamp")" ] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
-    say "Making .venv with $("$base" --version): about a minute and 1.5 GB, once."
+  if [ "$(head -n 1 "$VENV/stamp" 2>/dev/null)" = "$REPO" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+    say "pyproject.toml or constraints.txt changed: updating .venv."
+  else
+    local base
+    base="$(find_python)"
+    say "Making .venv with $("$base" --version): one to two minutes and 1.5 GB, once."
     if ! "$base" -m venv --clear "$VENV"; then
       say "The venv module failed; on Debian and Ubuntu it is in the package python3-venv."
       return 1
     fi
-  else
-    say "pyproject.toml or constraints.txt changed: updating .venv."
   fi
   rm -f "$VENV/stamp"
-  # The second name is for newer pips, which no longer apply the first one to build dependencies.
+  # The second name is for newer pips, which no longer apply the first one to build dependencies. Python compiles what
+  # it imports; compiling all of torch beforehand would take most of the time.
   PIP_CONSTRAINT="$REPO/constraints.txt" PIP_BUILD_CONSTRAINT="$REPO/constraints.txt" \
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+    "$VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check --no-input \
     --editable '.[test,bench,dev]' >&2 </dev/null
-  printf '%s\n' "$stamp" >"$VENV/stamp"
+  stamp "$VENV/bin/python" >"$VENV/stamp"
 }
 
 ensure_env() {
@@ -61,16 +67,12 @@ ensure_env() {
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
     return
   fi
-  local base stamp
-  base="$(find_python)"
-  stamp="$(wanted_stamp "$base")"
   PY="$VENV/bin/python"
-  if [ "$(cat "$VENV/stamp" 2>/dev/null)" != "$stamp" ]; then
-    mkdir -p "$VENV"
+  if ! is_current; then
     (
-      # Two scripts started at once must not install into one folder; the second finds the stamp and goes on.
+      # Two scripts started at once must not install into one folder; the second finds it made and goes on.
       if command -v flock >/dev/null; then flock 9; fi
-      [ "$(cat "$VENV/stamp" 2>/dev/null)" = "$stamp" ] || build_env "$base" "$stamp" 9>&-
+      if ! is_current; then build_env 9>&-; fi
     ) 9>"$VENV.lock"
   fi
   export PATH="$VENV/bin:$PATH"
