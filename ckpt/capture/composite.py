@@ -25,6 +25,8 @@ _SPARSE = {
 }  # fmt: skip
 _LAYOUTS = {name: layout for layout, name in _SPARSE.items()}
 _QUANTIZED = {torch.qint8: "qint8", torch.quint8: "quint8", torch.qint32: "qint32"}
+_make_per_channel = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+_make_per_tensor = torch._make_per_tensor_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
 _BY_ROW = ("csr", "bsr")
 
 Components = dict[str, torch.Tensor]
@@ -60,7 +62,7 @@ def is_plain_class(kind: type) -> bool:
     """
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return True
-    intercepts = getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    intercepts = any("__torch_dispatch__" in base.__dict__ for base in kind.__mro__ if base is not torch.Tensor)
     return issubclass(kind, torch.nn.Parameter) and not intercepts
 
 
@@ -151,10 +153,8 @@ def join(head: Mapping[str, Json], parts: Components) -> torch.Tensor:
                 check_invariants=True,
             )  # fmt: skip
         if "axis" in head:
-            return torch._make_per_channel_quantized_tensor(
-                parts["elements"], parts["scales"], parts["zero_points"], head["axis"]
-            )
-        return torch._make_per_tensor_quantized_tensor(parts["elements"], head["scale"], head["zero_point"])
+            return _make_per_channel(parts["elements"], parts["scales"], parts["zero_points"], head["axis"])
+        return _make_per_tensor(parts["elements"], head["scale"], head["zero_point"])
     except (RuntimeError, KeyError, TypeError, IndexError) as error:
         raise CorruptCheckpointError(f"A stored {kind} tensor does not fit together: {error}", kind="value") from error
 

@@ -36,15 +36,23 @@ _plain_class: dict[type, bool] = {}
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside compile, DDP and activation checkpointing wrappers, however they are nested."""
-    while True:
-        kind = type(module)
-        if kind not in _wrapper_of:
-            ours = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.")]
-            _wrapper_of[kind] = next((_WRAPPERS[name] for name in ours if name in _WRAPPERS), None)
-        attribute = _wrapper_of[kind]
-        if attribute is None:
-            return module
-        module = module._modules[attribute]  # type: ignore[assignment]
+    while (attribute := _wrapper(type(module))) is not None:
+        module = _inside(module, attribute)
+    return module
+
+
+def _wrapper(kind: type[nn.Module]) -> str | None:
+    """The attribute that holds the inner module, for torch's wrappers; None for other modules."""
+    if kind not in _wrapper_of:
+        ours = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.")]
+        _wrapper_of[kind] = next((_WRAPPERS[name] for name in ours if name in _WRAPPERS), None)
+    return _wrapper_of[kind]
+
+
+def _inside(module: nn.Module, attribute: str) -> nn.Module:
+    inner = module._modules[attribute]
+    assert inner is not None
+    return inner
 
 
 @dataclass
@@ -155,12 +163,11 @@ def _wrapped_prefixes(module: nn.Module, raw: str, name: str) -> Iterator[tuple[
         if child is None:
             continue
         child_raw, inner = f"{raw}{key}.", child
-        while unwrap(inner) is not inner:
-            attribute = _wrapper_of[type(inner)]
-            child_raw, inner = f"{child_raw}{attribute}.", inner._modules[attribute]  # type: ignore[index,assignment]
+        while (attribute := _wrapper(type(inner))) is not None:
+            child_raw, inner = f"{child_raw}{attribute}.", _inside(inner, attribute)
         if inner is not child:
             yield child_raw, f"{name}{key}."
-        yield from _wrapped_prefixes(inner, child_raw, f"{name}{key}.")  # type: ignore[arg-type]
+        yield from _wrapped_prefixes(inner, child_raw, f"{name}{key}.")
 
 
 def _renamed(key: str, renames: list[tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,28 @@ from ckpt.capture.module import ModulePart, overrides_state_dict, unwrap
 from ckpt.capture.rng import GeneratorPart, family
 from ckpt.errors import UnsupportedStateError
 
-# id(parameter) -> "<registered name>/<fqn>": asked at each save and resume, when all modules are registered.
-Names = Callable[[], Mapping[int, str]]
+
+@dataclass(frozen=True)
+class Directory:
+    """What parts ask about the other registered objects, at each save and resume, when all are registered.
+
+    parameters: id(parameter) -> "<registered name>/<fqn>"; optimizers: id(optimizer) -> registered name.
+    """
+
+    parameters: Callable[[], Mapping[int, str]] = dict
+    optimizers: Callable[[], Mapping[int, str]] = dict
 
 
-def make_part(name: str, obj: Any, names: Names = dict) -> Part:
+ALONE = Directory()
+
+
+def make_part(name: str, obj: Any, directory: Directory = ALONE) -> Part:
     """The part for `obj`. Raises UnsupportedStateError(name, type) for what a checkpoint cannot hold."""
-    part = _known(name, obj, names) or _pair(name, obj)
+    part = _known(name, obj, directory) or _pair(name, obj)
     if part is not None:
         return part
     if is_container(obj) and not isinstance(obj, tuple):
-        return ContainerPart(name, obj, lambda path, inner: _inner(path, inner, names))
+        return ContainerPart(name, obj, lambda path, inner: _inner(path, inner, directory))
     raise unsupported(name, obj)
 
 
@@ -46,17 +58,17 @@ def unsupported(name: str, obj: Any) -> UnsupportedStateError:
     )
 
 
-def _known(name: str, obj: Any, names: Names) -> Part | None:
+def _known(name: str, obj: Any, directory: Directory) -> Part | None:
     if isinstance(obj, type):
         raise unsupported(name, obj)
     if isinstance(obj, nn.Module):
         return _module(name, obj)
     if optimizer.is_own(obj):
-        return optimizer.OptimizerPart(name, obj, names)
+        return optimizer.OptimizerPart(name, obj, directory.parameters)
     if scheduler.is_own(obj):
         return scheduler.SchedulerPart(name, obj)
     if scaler.is_own(obj):
-        return scaler.ScalerPart(name, obj)
+        return scaler.ScalerPart(name, obj, directory.optimizers)
     return GeneratorPart(name, obj) if family(obj) is not None else None
 
 
@@ -100,9 +112,9 @@ def _is_stream(obj: Any) -> bool:
     return isinstance(obj, (DataLoader, Sampler)) or (hasattr(type(obj), "__iter__") and not isinstance(obj, Mapping))
 
 
-def _inner(path: str, obj: Any, names: Names) -> Part | None:
+def _inner(path: str, obj: Any, directory: Directory) -> Part | None:
     """The part for an object inside a container; None for a plain value, which is checked here."""
-    part = _known(path, obj, names) or _pair(path, obj)
+    part = _known(path, obj, directory) or _pair(path, obj)
     if part is not None:
         return part
     try:

@@ -14,7 +14,7 @@ from ckpt.capture.collector import Collector
 from ckpt.capture.containers import ContainerPart
 from ckpt.capture.layout import settle_targets
 from ckpt.capture.module import parameter_names
-from ckpt.capture.recognise import make_part
+from ckpt.capture.recognise import Directory, make_part
 from ckpt.capture.rng import capture_rng, plan_rng
 from ckpt.format.names import RESERVED_PARTS, is_part_name
 from ckpt.format.values import Json
@@ -43,6 +43,7 @@ class Registry:
         self.objects: dict[str, Any] = {}
         self.parts: dict[str, Part] = {}
         self._names: dict[int, str] | None = None
+        self._directory = Directory(self._parameter_names, self._optimizer_names)
 
     def register(self, name: str, obj: Any) -> None:
         """Adds `obj` as `name`.
@@ -58,16 +59,23 @@ class Registry:
             raise ValueError(f"the name {name!r} is reserved")
         if name in self.parts:
             raise ValueError(f"{name!r} is registered already")
-        self.parts[name] = make_part(name, obj, self._parameter_names)
+        self.parts[name] = make_part(name, obj, self._directory)
         self.objects[name] = obj
 
-    def modules(self) -> dict[str, nn.Module]:
-        """The registered modules, those inside containers too, by full name."""
+    def all_objects(self) -> dict[str, Any]:
+        """The registered objects, those inside containers too, by full name."""
         found = dict(self.objects)
         for part in self.parts.values():
             if isinstance(part, ContainerPart):
                 found.update(part.objects())
-        return {name: obj for name, obj in found.items() if isinstance(obj, nn.Module)}
+        return found
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: obj for name, obj in self.all_objects().items() if isinstance(obj, nn.Module)}
+
+    def _optimizer_names(self) -> Mapping[int, str]:
+        found = self.all_objects()
+        return {id(obj): name for name, obj in found.items() if isinstance(obj, torch.optim.Optimizer)}
 
     def _parameter_names(self) -> Mapping[int, str]:
         return parameter_names(self.modules()) if self._names is None else self._names
