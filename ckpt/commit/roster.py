@@ -61,10 +61,14 @@ class Roster:
 
 
 class Scanner:
-    """Scans one root, keeping what it parsed for as long as the manifests' files stay the same."""
+    """Scans one root, keeping what it parsed for as long as the manifests' files stay the same.
 
-    def __init__(self, storage: Storage) -> None:
+    tables=False leaves the tensor tables of the manifests undecoded, for those who only list steps.
+    """
+
+    def __init__(self, storage: Storage, *, tables: bool = True) -> None:
         self.storage = storage
+        self._tables = tables
         self._parsed: dict[str, tuple[tuple[int, ...], Manifest]] = {}
 
     def scan(self) -> Roster:
@@ -81,7 +85,7 @@ class Scanner:
             if entry.name.startswith((names.TMP_PREFIX, names.TRASH_PREFIX)):
                 debris.append(entry.name)
             elif entry.name == names.PINS and entry.kind == "folder":
-                pins = self._pins()
+                pins = self.pins()
             elif not entry.name.startswith("."):
                 folder = self._folder(entry)
                 if folder is None:
@@ -114,7 +118,7 @@ class Scanner:
                 data = self.storage.read(path, names.MAX_MANIFEST)
                 if data is None:
                     return StepFolder(name, None, "its manifest is missing", "missing-manifest") if named else None
-                manifest = Manifest.parse(data, f"{self.storage.url}/{path}")
+                manifest = Manifest.parse(data, f"{self.storage.url}/{path}", tables=self._tables)
             except UnsupportedFormatError as error:
                 return StepFolder(name, None, str(error), "unsupported-format", error)
             except CorruptCheckpointError as error:
@@ -133,7 +137,7 @@ class Scanner:
                 return StepFolder(name, manifest, why, "length")
         return StepFolder(name, manifest)
 
-    def _pins(self) -> dict[int, Pin]:
+    def pins(self) -> dict[int, Pin]:
         pins: dict[int, Pin] = {}
         for entry in self.storage.list(names.PINS) or ():
             step = names.parse_step_name(entry.name.removesuffix(".json"))

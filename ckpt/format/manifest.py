@@ -7,7 +7,7 @@ found without any other file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,10 @@ from ckpt.format.digest import digest
 from ckpt.format.jsontext import Fields
 from ckpt.format.tables import (
     FileEntry,
+    LazyTable,
     Parent,
     PlacementGroup,
     TensorTable,
-    UnreadTable,
     read_files,
     read_groups,
     read_table,
@@ -109,8 +109,8 @@ class Manifest:
     def parse(data: bytes, path: str | None = None, *, tables: bool = True) -> Manifest:
         """The manifest in `data`.
 
-        tables=False leaves `tensors` undecoded, for listings: everything else, and the digest over all of `data`, is
-        checked the same. Any use of `tensors` of such a manifest is a ValueError.
+        tables=False decodes `tensors` when it is first used, so that listings need not: everything else, and the digest
+        over all of `data`, is checked now; a table that is malformed under a right seal raises at that use.
 
         Raises CorruptCheckpointError (kind "manifest", or "file-name") for anything that is not sealed and whole, and
         UnsupportedFormatError for a sealed manifest of an unknown version. The seal is looked at first: a flipped bit
@@ -122,8 +122,7 @@ class Manifest:
         if end != seal(body)[-SEAL_BYTES:]:
             raise _damaged("its bytes do not match its own digest", path)
         head = None if tables else _head(data, path)
-        value = head or jsontext.load(data, what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
-        top = Fields(value, what="manifest", kind="manifest", path=path)
+        top = Fields(_load(data, path) if head is None else head, what="manifest", kind="manifest", path=path)
         version = top.natural("format", 1 << 31)
         if version < 1:
             raise top.error(f"'format' is {version}")
@@ -135,7 +134,10 @@ class Manifest:
                 path=path,
                 hint="Install a newer ckpt to read it.",
             )
-        return _parse(top, tables)
+        manifest = _parse(top, head is None)
+        if head is None:
+            return manifest
+        return replace(manifest, tensors=LazyTable(lambda: Manifest.parse(data, path).tensors))
 
 
 def _file(entry: FileEntry) -> dict[str, Json]:
@@ -154,6 +156,10 @@ def _damaged(why: str, path: str | None) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"The manifest is damaged: {why}.", kind="manifest", path=path, stage="read")
 
 
+def _load(data: bytes, path: str | None) -> dict[str, Any]:
+    return jsontext.load(data, what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
+
+
 def _head(data: bytes, path: str | None) -> dict[str, Any] | None:
     """Everything before the tensor table, or None when the text is not of the usual order.
 
@@ -164,7 +170,7 @@ def _head(data: bytes, path: str | None) -> dict[str, Any] | None:
     if end < 0:
         return None
     try:
-        return jsontext.load(data[:end] + b"}", what="manifest", kind="manifest", limit=names.MAX_MANIFEST, path=path)
+        return _load(data[:end] + b"}", path)
     except CorruptCheckpointError:
         return None
 
@@ -182,7 +188,7 @@ def _parse(top: Fields, tables: bool) -> Manifest:
         metrics=_numbers(top, "metrics"),
         world=world,
         parts=_parts(top),
-        tensors=read_table(top.sub("tensors"), len(groups)) if tables else UnreadTable(),
+        tensors=read_table(top.sub("tensors"), len(groups)) if tables else TensorTable(),
         groups=groups,
         files=read_files(top),
         timings=_numbers(top, "timings"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError
@@ -55,16 +55,32 @@ class TensorTable:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-class UnreadTable(TensorTable):
-    """Stands where `Manifest.parse(..., tables=False)` left the tensor table out; any use is a caller's mistake."""
+class LazyTable(TensorTable):
+    """A table that `read` decodes when a column is first used; that use raises what `read` raises."""
+
+    def __init__(self, read: Callable[[], TensorTable]) -> None:
+        object.__setattr__(self, "_read", read)
+        object.__setattr__(self, "_table", None)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("names", "dtypes", "shapes", "groups", "aliases"):
-            raise ValueError("this manifest was parsed with tables=False: it holds no tensor table")
-        return super().__getattribute__(name)
+        if name not in ("names", "dtypes", "shapes", "groups", "aliases"):
+            return object.__getattribute__(self, name)
+        table = self.__dict__["_table"]
+        if table is None:
+            table = self.__dict__["_read"]()
+            object.__setattr__(self, "_table", table)
+            object.__setattr__(self, "_read", None)  # lets the text of the manifest go
+        return getattr(table, name)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorTable):
+            return NotImplemented
+        return all(getattr(self, item.name) == getattr(other, item.name) for item in fields(TensorTable))
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return "UnreadTable()"
+        return "LazyTable(...)"
 
 
 @dataclass(frozen=True, slots=True)
