@@ -138,16 +138,17 @@ class Scanner:
         return StepFolder(name, manifest)
 
     def pins(self) -> dict[int, Pin]:
+        """The root's pins, by step."""
         pins: dict[int, Pin] = {}
         for entry in self.storage.list(names.PINS) or ():
             step = names.parse_step_name(entry.name.removesuffix(".json"))
             if step is None or not entry.name.endswith(".json") or entry.name.startswith("."):
                 continue
             note = ""
-            data = self.storage.read(f"{names.PINS}/{entry.name}", names.MAX_PIN) if entry.kind == "file" else None
             try:
+                data = self.storage.read(f"{names.PINS}/{entry.name}", names.MAX_PIN) if entry.kind == "file" else None
                 note = str(json.loads(data or b"{}").get("note", ""))
-            except (ValueError, AttributeError, RecursionError):
+            except (ValueError, AttributeError, RecursionError, CorruptCheckpointError):
                 # A pin that cannot be read still pins: keeping too much is the safe side.
                 note = "(unreadable note)"
             pins[step] = Pin(step, note)

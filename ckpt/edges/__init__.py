@@ -1,0 +1,1 @@
+"""What looks inside checkpoints and carries them away. One file an edge, each imported only when it is used."""
