@@ -176,6 +176,7 @@ def _head(data: bytes, path: str | None) -> dict[str, Any] | None:
 
 
 def _parse(top: Fields, tables: bool) -> Manifest:
+    files = read_files(top)
     world = _world(top)
     groups = read_groups(top, world["size"])
     return Manifest(
@@ -190,7 +191,7 @@ def _parse(top: Fields, tables: bool) -> Manifest:
         parts=_parts(top),
         tensors=read_table(top.sub("tensors"), len(groups)) if tables else TensorTable(),
         groups=groups,
-        files=read_files(top),
+        files=files,
         timings=_numbers(top, "timings"),
         environment=top.get("environment", dict),
     )

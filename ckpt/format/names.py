@@ -26,6 +26,7 @@ MAX_NAME = 64 << 10  # bytes of one tensor name
 MAX_DEPTH = 100  # nesting of a value: each level takes several of the 1000 frames Python allows
 MAX_WORLD = 1 << 24  # ranks
 MAX_PIN = 4 << 10
+MAX_STEP = 1 << 62
 MAX_INT = (1 << 53) - 1  # larger integers are spelled by a tag, so that every JSON reader gets them right
 
 _STEP = re.compile(r"step-([0-9]{8,20})\Z")
