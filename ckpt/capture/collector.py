@@ -119,7 +119,7 @@ class Collector:
             return
         # Components may be made anew at each access: one tensor under two names must give the same ones to be tied.
         if id(tensor) not in self._split:
-            self._split[id(tensor)] = (tensor, *composite.split(tensor, (name,)))
+            self._split[id(tensor)] = (tensor, *composite.split(tensor, name))
         _, head, parts = self._split[id(tensor)]
         self.composites[name] = head
         for key, part in parts.items():

@@ -14,7 +14,7 @@ import torch
 
 from ckpt.capture.tensors import DTYPE_NAMES, allocate
 from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from ckpt.format.values import Json, Path, encode, refuse
+from ckpt.format.values import Json, Path, encode
 
 if TYPE_CHECKING:
     from ckpt.capture.base import RestorePlan
@@ -24,9 +24,9 @@ _SPARSE = {
     torch.sparse_bsc: "bsc",
 }  # fmt: skip
 _LAYOUTS = {name: layout for layout, name in _SPARSE.items()}
-_QUANTIZED = {torch.qint8: "qint8", torch.quint8: "quint8", torch.qint32: "qint32"}
-_make_per_channel = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
-_make_per_tensor = torch._make_per_tensor_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+# torch is about to give quantised tensors up: this room works without them.
+_QUANTIZED = {getattr(torch, name): name for name in ("qint8", "quint8", "qint32") if hasattr(torch, name)}
+_MAKERS = {scheme: getattr(torch, f"_make_per_{scheme}_quantized_tensor", None) for scheme in ("tensor", "channel")}
 _BY_ROW = ("csr", "bsr")
 
 Components = dict[str, torch.Tensor]
@@ -70,23 +70,23 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return is_flattenable(tensor) or tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED
 
 
-def split(tensor: torch.Tensor, path: Path) -> tuple[dict[str, Json], Components]:
-    """What describes a composite tensor, and its components by name. Raises UnsupportedStateError naming `path`."""
+def split(tensor: torch.Tensor, name: str) -> tuple[dict[str, Json], Components]:
+    """What describes a composite tensor, and its components by name. Raises UnsupportedStateError for `name`."""
     if is_flattenable(tensor):
-        return _split_subclass(tensor, path)
+        return _split_subclass(tensor, name)
     if tensor.layout in _SPARSE:
         return _split_sparse(tensor)
-    return _split_quantized(tensor, path)
+    return _split_quantized(tensor, name)
 
 
-def _split_subclass(tensor: Any, path: Path) -> tuple[dict[str, Json], Components]:
+def _split_subclass(tensor: Any, name: str) -> tuple[dict[str, Json], Components]:
     attributes, context = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in attributes}
-    for name, part in parts.items():
+    parts = {key: getattr(tensor, key) for key in attributes}
+    for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
-            raise refuse(part, (*path, name), ": __tensor_flatten__ named it, but it is no tensor")
+            raise refusal(tensor, name, f"__tensor_flatten__ names {key!r}, which is no tensor")
     head = {"kind": "flatten", "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    return {**head, "context": encode(context, path, _context_leaf)}, parts
+    return {**head, "context": encode(context, tuple(name.split("/")), _context_leaf)}, parts
 
 
 def _context_leaf(value: Any, path: Path) -> Json:
@@ -113,7 +113,7 @@ def _split_sparse(tensor: torch.Tensor) -> tuple[dict[str, Json], Components]:
     return head, {"outer": outer, "inner": inner, "values": tensor.values()}
 
 
-def _split_quantized(tensor: torch.Tensor, path: Path) -> tuple[dict[str, Json], Components]:
+def _split_quantized(tensor: torch.Tensor, name: str) -> tuple[dict[str, Json], Components]:
     head: dict[str, Json] = {
         "kind": "quantized", "dtype": _QUANTIZED[tensor.dtype], "shape": list(tensor.shape),
     }  # fmt: skip
@@ -124,7 +124,7 @@ def _split_quantized(tensor: torch.Tensor, path: Path) -> tuple[dict[str, Json],
     if scheme in (torch.per_channel_affine, torch.per_channel_symmetric):
         parts |= {"scales": tensor.q_per_channel_scales(), "zero_points": tensor.q_per_channel_zero_points()}
         return {**head, "axis": tensor.q_per_channel_axis()}, parts
-    raise refuse(tensor, path, f": its quantisation scheme {scheme} has no stored form")
+    raise refusal(tensor, name, f"its quantisation scheme {scheme} has no stored form")
 
 
 def component_names(head: Mapping[str, Json]) -> tuple[str, ...]:
@@ -152,9 +152,13 @@ def join(head: Mapping[str, Json], parts: Components) -> torch.Tensor:
                 parts["outer"], parts["inner"], parts["values"], head["shape"], layout=_LAYOUTS[kind],
                 check_invariants=True,
             )  # fmt: skip
-        if "axis" in head:
-            return _make_per_channel(parts["elements"], parts["scales"], parts["zero_points"], head["axis"])
-        return _make_per_tensor(parts["elements"], head["scale"], head["zero_point"])
+        scheme = "channel" if "axis" in head else "tensor"
+        make = _MAKERS[scheme]
+        if make is None:
+            raise UnsupportedStateError(f"This version of torch has no tensors quantised per {scheme}.", stage="read")
+        if scheme == "channel":
+            return make(parts["elements"], parts["scales"], parts["zero_points"], head["axis"])
+        return make(parts["elements"], head["scale"], head["zero_point"])
     except (RuntimeError, KeyError, TypeError, IndexError) as error:
         raise CorruptCheckpointError(f"A stored {kind} tensor does not fit together: {error}", kind="value") from error
 
@@ -163,10 +167,13 @@ def put(live: torch.Tensor, head: Mapping[str, Json], parts: Components) -> None
     """`live` becomes the tensor of these components and stays the same object."""
     made = join(head, parts)
     with torch.no_grad():
-        if head.get("kind") == "quantized":
-            live.copy_(made)  # takes over scale and zero point as well
-        else:
+        if head.get("kind") == "coo":
             live.data = made.to(live.device)
+            return
+        if head.get("kind") != "quantized":
+            # Assigning to `data` does nothing for compressed layouts, and a copy wants as many elements.
+            live.resize_as_sparse_(made)
+        live.copy_(made)  # takes over scale and zero point as well
 
 
 def fill(plan: RestorePlan, name: str, live: torch.Tensor) -> bool:
@@ -177,7 +184,7 @@ def fill(plan: RestorePlan, name: str, live: torch.Tensor) -> bool:
     if head is None and plan.saved.info(name) is None:
         plan.missing.append(name)
         return False
-    live_head = split(live, (name,))[0] if is_composite(live) else {}
+    live_head = split(live, name)[0] if is_composite(live) else {}
     kinds = (str((head or {}).get("kind", "plain")), str(live_head.get("kind", "plain")))
     if head is None or kinds[0] != kinds[1]:
         plan.problems.append(f"{name} was saved as a {kinds[0]} tensor and is a {kinds[1]} one now")
@@ -214,7 +221,7 @@ def _fill_subclass(
         if head[key] != live_head[key]:
             plan.problems.append(f"{name}: the {key} of its class was {head[key]} and is {live_head[key]} now")
             return False
-    _, parts = split(live, (name,))
+    _, parts = split(live, name)
     # Every part is planned, also after one that does not fit: all differences are listed at once.
     fits = [plan.fill(f"{name}/{key}", part) for key, part in parts.items()]
     return all(fits)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ckpt.capture.base import CollectorLike, RestorePlan
+from ckpt.capture.composite import is_plain_class
 from ckpt.format.names import escape
 from ckpt.format.values import Json
 
@@ -247,7 +248,7 @@ class ModulePart:
         if self._looked_at:
             return
         self._looked_at = True
-        odd = [f"{fqn}.{key}" for fqn, tensor in found.tensors for key in _odd_attributes(tensor)]
+        odd = [f"{fqn}.{key}" for fqn, x in found.tensors if is_plain_class(type(x)) for key in _odd_attributes(x)]
         if odd:
             log.warning(
                 "%s: attributes set on tensors are not part of a checkpoint: %s%s. Keep them in buffers or in the "

@@ -65,7 +65,7 @@ def _known(name: str, obj: Any, directory: Directory) -> Part | None:
         return _module(name, obj)
     if optimizer.is_own(obj):
         return optimizer.OptimizerPart(name, obj, directory.parameters)
-    if scheduler.is_own(obj):
+    if isinstance(obj, scheduler.LRScheduler):  # one with a pair of its own may still hold functions there
         return scheduler.SchedulerPart(name, obj)
     if scaler.is_own(obj):
         return scaler.ScalerPart(name, obj, directory.optimizers)
