@@ -218,6 +218,8 @@ def main() -> int:
             if step % args.validate_every == 0:
                 best["validation"] = min(best["validation"], validate(average, check, args.precision))
                 print(f"step {step} best validation {best['validation']:.4f}", flush=True)
+            # The loop would save by itself; saying it here puts the figures into what `ckpt ls` shows.
+            manager.save(step, metrics={"loss": loss, "validation": best["validation"]})
     if manager.should_stop:
         print(f"stopped by a signal after step {manager.latest_step}; run the same command to go on")
         return 143

@@ -23,7 +23,7 @@ RAW_IO = frozenset(
         ).split()
     }
 )
-RAW_IO_MODULES = ("shutil", "tempfile", "mmap")
+RAW_IO_MODULES = ("shutil", "tempfile")
 RAW_IO_METHODS = frozenset({"write_text", "write_bytes", "read_text", "read_bytes"})
 RUNS_CODE = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 RNG_READS = frozenset({"random.Random", "random.SystemRandom", "random.getstate", "random.setstate"})
@@ -188,3 +188,29 @@ def long_functions(source: str, limit: int = FUNCTION_LINES) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= limit
     ]
+
+
+def swallowed(source: str) -> list[str]:
+    """Handlers of everything that neither raise nor hand the exception on. A log line is no way to hand it on (I9)."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = [ast.unparse(node.type)] if node.type is not None else ["BaseException"]
+        if isinstance(node.type, ast.Tuple):
+            caught = [ast.unparse(item) for item in node.type.elts]
+        if not {"Exception", "BaseException"} & set(caught) or _passes_on(node.body, node.name):
+            continue
+        found.append(f"line {node.lineno}: except {', '.join(caught)}")
+    return found
+
+
+def _passes_on(body: list[ast.stmt], name: str | None) -> bool:
+    def used(node: ast.AST) -> bool:
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == name):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in ("log", "logger", "logging", "print"):
+            return False
+        return any(used(child) for child in ast.iter_child_nodes(node))
+
+    return any(used(statement) for statement in body)
