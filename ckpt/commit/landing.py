@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,68 +23,75 @@ def land(stored: Stored, targets: Sequence[Target], progress: Callable[[int], No
     Coverage of every target is checked before the first byte is read. On CorruptCheckpointError some targets hold
     other bytes than before. Peak extra memory is the largest piece that cannot be read in place.
     """
-    first: dict[int, int] = {}
-    copies: list[tuple[int, int]] = []
-    wanted: list[tuple[int, Box]] = []
-    tensors: list[torch.Tensor] = []
-    seen: dict[int, int] = {}
+    first: dict[int, torch.Tensor] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target in targets:
         number = stored.numbers[target.name]
-        if number in seen:
-            copies.append((seen[number], len(tensors)))
-            tensors.append(target.tensor)
-            continue
-        seen[number] = len(tensors)
-        first[len(wanted)] = len(tensors)
-        wanted.append((number, Box.whole(stored.manifest.tensors.shapes[number])))
-        tensors.append(target.tensor)
+        source = first.setdefault(number, target.tensor)
+        if source is not target.tensor:
+            copies.append((target.tensor, source))
+    direct, indirect = _sorted(stored, first)
+    with torch.no_grad():
+        for file, landings in direct.items():
+            landings.sort(key=lambda item: item.start)
+            receive(stored.storage, stored.path(file), landings, progress)
+        for need, tensor in indirect:
+            _fill_through_buffer(stored, need, tensor)
+            if progress is not None:
+                progress(need.source.piece.bytes)
+        for tensor, source in copies:
+            bitwise_copy(tensor, source)
+    if targets:
+        # A graph built before the load must not be run backward through weights that have changed under it.
+        torch.autograd.graph.increment_version([target.tensor for target in targets])
+
+
+def _sorted(
+    stored: Stored, wanted: Mapping[int, torch.Tensor]
+) -> tuple[dict[str, list[Landing]], list[tuple[Need, torch.Tensor]]]:
+    """The pieces that can be read straight into their tensor, by file, and those that go through a buffer."""
+    direct: dict[str, list[Landing]] = {}
+    indirect: list[tuple[Need, torch.Tensor]] = []
+    names, shapes = stored.manifest.tensors.names, stored.manifest.tensors.shapes
+    rest: list[tuple[int, Box]] = []
+    for number, tensor in wanted.items():
+        found = stored.sources.get(number, ())
+        # One piece that is the whole tensor is what nearly all are: no geometry is needed for them.
+        if len(found) == 1 and found[0].piece.box.sizes == shapes[number] and _in_place(tensor):
+            _, file, piece = found[0]
+            view = memory_of(tensor, piece.bytes)
+            direct.setdefault(file, []).append(Landing(names[number], piece.start, view, piece.xxh3_128))
+        else:
+            rest.append((number, Box.whole(shapes[number])))
     try:
-        plan = needs(wanted, stored.sources)
+        plan = needs(rest, stored.sources)
     except CorruptCheckpointError as error:
         error.step, error.path = stored.manifest.step, f"{stored.storage.url}/{stored.folder}"
         raise
-    with torch.no_grad():
-        _fill(stored, plan, [tensors[first[want]] for want in range(len(wanted))], progress)
-        for source, destination in copies:
-            tensors[destination].copy_(tensors[source])
-    if tensors:
-        # A graph built before the load must not be run backward through weights that have changed under it.
-        torch.autograd.graph.increment_version(tensors)
-
-
-def _fill(
-    stored: Stored, plan: Sequence[Need], tensors: Sequence[torch.Tensor], progress: Callable[[int], None] | None
-) -> None:
-    direct: dict[str, list[Landing]] = {}
-    indirect: list[Need] = []
-    names = stored.manifest.tensors.names
     for need in plan:
-        tensor = tensors[need.want]
-        if need.exact and tensor.device.type == "cpu" and tensor.is_contiguous() and _plain(tensor):
-            piece = need.source.piece
-            view = memory_of(tensor, piece.bytes)
-            direct.setdefault(need.source.file, []).append(
-                Landing(names[piece.tensor], piece.start, view, piece.xxh3_128)
-            )
-        else:
-            indirect.append(need)
-    for file, landings in direct.items():
-        receive(stored.storage, stored.path(file), landings, progress)
-    for need in indirect:
-        _fill_through_buffer(stored, need, tensors[need.want])
-        if progress is not None:
-            progress(need.source.piece.bytes)
+        indirect.append((need, wanted[rest[need.want][0]]))
+    return direct, indirect
+
+
+def _in_place(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and _plain(tensor)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype = ctypes.py_object
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
 def memory_of(tensor: torch.Tensor, size: int) -> memoryview:
     """The bytes of a contiguous host tensor, writable. The tensor must be kept alive by the caller."""
     if size == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    return _view(tensor.data_ptr(), size, _WRITABLE)
 
 
 def _fill_through_buffer(stored: Stored, need: Need, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt import points
 from ckpt.commit.attempt import Attempt
@@ -100,8 +101,7 @@ def _half(total: int) -> Callable[[int], None]:
     return progress
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(NamedTuple):
     """A stored piece of `len(into)` bytes at `start` of its file, to be read into `into` and checked against `xxh3_128`."""
 
     tensor: str
@@ -129,7 +129,7 @@ def receive(
                     group = next(groups, None)
                 if group is None:
                     return
-                storage.read_ranges(path, [ReadRange(item.start, (item.into,)) for item in group])
+                storage.read_ranges(path, _coalesced(group))
                 for item in group:
                     if digest(item.into) != item.xxh3_128:
                         raise damaged_piece(storage, path, item.tensor)
@@ -149,6 +149,23 @@ def receive(
         helper.join()
     if failed:
         raise failed[0]
+
+
+def _coalesced(group: Sequence[Landing]) -> list[ReadRange]:
+    """Neighbours in the file as one range: a read a tensor would cost tens of thousands of system calls."""
+    ranges: list[ReadRange] = []
+    start, end, views = 0, -1, []
+    for item in group:
+        if item.start != end and views:
+            ranges.append(ReadRange(start, tuple(views)))
+            views = []
+        if not views:
+            start = item.start
+        views.append(item.into)
+        end = item.start + len(item.into)
+    if views:
+        ranges.append(ReadRange(start, tuple(views)))
+    return ranges
 
 
 def damaged_piece(storage: Storage, path: str, tensor: str) -> CorruptCheckpointError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.index import Piece, RankIndex
 from ckpt.geometry import Box, covers
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(NamedTuple):
     """Rank `rank` writes `box` of tensor number `tensor`."""
 
     tensor: int
@@ -23,11 +23,11 @@ def assign(shapes: Sequence[tuple[int, ...]], world_size: int) -> tuple[Assigned
     """Every element of every tensor to one rank, once."""
     if world_size != 1:
         raise ValueError("the tensors of several ranks are assigned by their placements, not by their shapes")
-    return tuple(Assigned(number, 0, Box.whole(shape)) for number, shape in enumerate(shapes))
+    whole = {shape: Box.whole(shape) for shape in set(shapes)}
+    return tuple([Assigned(number, 0, whole[shape]) for number, shape in enumerate(shapes)])
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A stored piece: `rank` whose index lists it, and where in the file it lies."""
 
     rank: int
@@ -49,8 +49,9 @@ def sources(indexes: Sequence[RankIndex]) -> dict[int, list[Source]]:
     """All stored pieces by tensor number."""
     table: dict[int, list[Source]] = {}
     for index in indexes:
+        rank, files = index.rank, [file.name for file in index.files]
         for piece in index.pieces:
-            table.setdefault(piece.tensor, []).append(Source(index.rank, index.files[piece.file].name, piece))
+            table.setdefault(piece.tensor, []).append(Source(rank, files[piece.file], piece))
     return table
 
 

@@ -1,0 +1,1 @@
+"""Measurements of ckpt beside its peers, in one run: `scripts/bench`."""
