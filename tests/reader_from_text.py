@@ -55,11 +55,13 @@ class Tensor:
 
 @dataclass
 class Checkpoint:
-    """tensors: full name -> Tensor, or for a per-rank one rank -> Tensor; values: rank -> part -> value."""
+    """tensors: full name -> Tensor, or for a per-rank one rank -> Tensor; values: rank -> part -> value. A composite is
+    a dict: its description and its components."""
 
     manifest: dict[str, Any]
     tensors: dict[str, Tensor | dict[int, Tensor]]
     values: dict[int, dict[str, Any]]
+    composites: dict[str, dict[str, Any]]
 
 
 def check(holds: bool, kind: str, why: str = "") -> None:
@@ -213,8 +215,9 @@ def read(root: str, folder: str) -> Checkpoint:
         for number, box, order, data in pieces(index, manifest, contents):
             found.setdefault(number, []).append((index["rank"], box, order, data))
     tensors = assemble(manifest, found)
-    values = {index["rank"]: Values(tensors, index["rank"]).all(index["values"]) for index in indexes}
-    return Checkpoint(manifest, tensors, values)
+    composites = assemble_composites(manifest, tensors)
+    values = {index["rank"]: Values(tensors | composites, index["rank"]).all(index["values"]) for index in indexes}
+    return Checkpoint(manifest, tensors, values, composites)
 
 
 def check_files(index: dict[str, Any], contents: dict[str, bytes]) -> None:
@@ -278,6 +281,15 @@ def assemble(manifest: dict[str, Any], found: dict[int, Any]) -> dict[str, Tenso
     for alias, name in table["aliases"].items():
         tensors[alias] = tensors[name]
     return tensors
+
+
+def assemble_composites(manifest: dict[str, Any], tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for part in manifest["parts"].values():
+        for name, description in part.get("composites", {}).items():
+            inner = {full[len(name) + 1 :]: tensor for full, tensor in tensors.items() if full.startswith(f"{name}/")}
+            found[name] = {**description, "components": inner}
+    return found
 
 
 def join(dtype: str, shape: tuple[int, ...], held: list[Any], name: str) -> Tensor:

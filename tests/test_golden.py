@@ -116,7 +116,7 @@ def test_a_reader_made_from_the_text_restores_the_same_tensors_and_values(step: 
             where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             assert whole[where].tobytes() == data
     for index in indexes:
-        values = text.Values(read.tensors, index.rank)
+        values = text.Values(read.tensors | read.composites, index.rank)
         ours = decode(dict(index.values), lambda tag, payload, values=values: values.decode({tag: payload}))
         assert same(read.values[index.rank], ours)
 
@@ -150,6 +150,9 @@ def test_the_reader_made_from_the_text_finds_what_the_builder_put_in() -> None:
     raw = extra.pop("raw")
     assert same(extra, make.VALUES)
     assert raw["tensor"] is read.tensors["extra/raw/tensor"]
+    csr = raw["composite"]
+    assert (csr["kind"], csr["shape"], sorted(csr["components"])) == ("csr", [3, 300], ["inner", "outer", "values"])
+    assert csr["components"]["values"] is read.tensors["model/sparse/values"]
     assert raw["array"].dtype == "<f8" and raw["array"].shape == (2, 2)
     assert raw["big_endian"].dtype == ">i2" and raw["big_endian"].shape == (2, 2)
     assert raw["npscalar"] == 1.5 and raw["npscalar_text"] == "ab" and raw["npdtype"] == np.dtype("<f4")

@@ -48,7 +48,7 @@ class Values:
 
     def tensor(self, name: str) -> Any:
         found = self.tensors[name]
-        return found[self.rank] if isinstance(found, dict) else found
+        return found[self.rank] if isinstance(found, dict) and self.rank in found else found
 
     def tag_int(self, text: str) -> int:
         return int(text, 16)

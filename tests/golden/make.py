@@ -1,7 +1,6 @@
-"""Builds the golden checkpoints: `python tests/golden/make.py` writes missing ones, and never one that exists.
+"""Builds the golden checkpoints; run as a script it writes missing ones, and never one that exists.
 
-Everything in them is fixed: ids, times, bytes. A difference to what is committed means that today's code writes another
-format, which needs a version of its own.
+Ids, times and bytes are fixed: a difference means that today's code writes a format that needs another version.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def example() -> dict[str, bytes]:
         3,
         "000102030405060708090a0b0c0d0e0f",
         {"model/weight": Tensor("float32", (2, 3)), "model/steps": Tensor("int64", ())},
-        {"model": {"kind": "module"}, "progress": {"kind": "values"}},
+        {"model": {"kind": "module"}, "progress": {"kind": "object"}},
         {0: {"model": {}, "progress": {"epoch": 1, "seen": {"$tuple": [2, 3]}}}},
         metrics={"loss": 0.25},
     )
@@ -203,6 +202,7 @@ VALUES: dict[str, Any] = {
 RAW: dict[str, Any] = {
     "tensor": {"$tensor": "extra/raw/tensor"},
     "tensor_elsewhere": {"$tensor": ["extra/raw/tensor_elsewhere", "cuda:1"]},
+    "composite": {"$tensor": "extra/raw/csr"},
     "array": {"$ndarray": "extra/raw/array"},
     "big_endian": {"$ndarray": ["extra/raw/big_endian", ">i2", [2, 2]]},
     "dtype": {"$dtype": "bfloat16"},
@@ -230,9 +230,11 @@ def types() -> dict[str, bytes]:
         "model/quantized/elements": Tensor("uint8", (2, 2)),
         "model/sparse/indices": Tensor("int64", (2, 2)),
         "model/sparse/values": Tensor("float32", (2,)),
-        "optimizer/state/model%2Fconv.weight/exp_avg": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
-        "optimizer/state/model%2Fconv.weight/exp_avg_sq": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
-        "optimizer/state/model%2Fconv.weight/step": Tensor("float32", (), file=1),
+        "extra/raw/csr/outer": Tensor("int64", (4,)),
+        "extra/raw/csr/inner": Tensor("int64", (2,)),
+        "optimizer/state/conv.weight/exp_avg": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
+        "optimizer/state/conv.weight/exp_avg_sq": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
+        "optimizer/state/conv.weight/step": Tensor("float32", (), file=1),
         "optimizer/groups/0/lr": Tensor("float64", (), file=1),
         "extra/raw/tensor": Tensor("float32", (2,), file=1),
         "extra/raw/tensor_elsewhere": Tensor("int64", (), file=1),
@@ -251,7 +253,7 @@ def types() -> dict[str, bytes]:
             "keys": "module",
             "defaults": ["betas", "foreach", "lr"],
             "stepped": True,
-            "groups": [{"names": ["model/conv.weight"], "options": options}],
+            "groups": [{"names": ["conv.weight"], "options": options}],
             "state": {},
         },
         "extra": {**encode(VALUES), "raw": RAW},
@@ -264,16 +266,17 @@ def types() -> dict[str, bytes]:
             "mps": None,
         },
     }
-    kinds = {"model": "module", "optimizer": "optimizer", "extra": "values"}
+    kinds = {"model": "module", "optimizer": "optimizer", "extra": "object"}
     parts: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in kinds.items()}
     parts["model"]["composites"] = composites
+    parts["extra"]["composites"] = {"extra/raw/csr": {"kind": "csr", "shape": [3, 300]}}
     golden = Golden(
         7,
         "101112131415161718191a1b1c1d1e1f",
         tensors,
         parts,
         {0: values},
-        {"model/head.weight": "model/conv.weight"},
+        {"model/head.weight": "model/conv.weight", "extra/raw/csr/values": "model/sparse/values"},
         incarnation=2,
         parent=Parent(3, 1, "000102030405060708090a0b0c0d0e0f"),
         metrics={"loss": 0.25, "nan": math.nan, "inf": math.inf, "val/acc \u00e9": -1.0},
@@ -334,13 +337,10 @@ GOLDENS = {"v1-example": example, "v1-types": types, "v1-ranks": ranks, "v1-shar
 
 def main() -> int:
     for name, build in GOLDENS.items():
-        if (HERE / name).exists():
-            continue
-        for path, data in build().items():
+        for path, data in build().items() if not (HERE / name).exists() else ():
             target = HERE / name / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-        sys.stdout.write(f"wrote {name}\n")
     return 0
 
 

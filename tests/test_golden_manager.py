@@ -1,0 +1,96 @@
+"""The golden checkpoint of a real manager: written again today it has the same bytes, and it still resumes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reader_from_text as text
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.format.manifest import Manifest
+
+pytestmark = pytest.mark.quick
+
+GOLDEN = Path(__file__).parent / "golden" / "v1-manager"
+FOLDER = "step-00000004"
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("golden_manager", GOLDEN.parent / "manager.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+golden = _load()
+
+
+def test_a_manager_of_today_writes_the_bytes_it_wrote_then(tmp_path: Path) -> None:
+    """Ids, times and the machine apart, as the text's rule of determinism says."""
+    golden.write(tmp_path)
+    then, now = GOLDEN / FOLDER, tmp_path / FOLDER
+    data = "rank-00000.safetensors"
+    assert (now / data).read_bytes() == (then / data).read_bytes()
+    indexes = [json.loads((folder / "rank-00000.json").read_bytes()) for folder in (then, now)]
+    manifests = [json.loads((folder / "manifest.json").read_bytes()) for folder in (then, now)]
+    if manifests[0]["environment"]["torch"] != manifests[1]["environment"]["torch"]:
+        for index in indexes:  # their options and attributes follow the version of torch
+            del index["values"]["optimizer"], index["values"]["scheduler"]
+    for index, manifest in zip(indexes, manifests, strict=True):
+        assert index.pop("save") == manifest["save"]
+        for key in ("run", "save", "time", "timings", "environment", "xxh3_128"):
+            del manifest[key]
+        del manifest["world"]["writer"], manifest["files"][0]
+    assert json.dumps(indexes[0]) == json.dumps(indexes[1])
+    assert json.dumps(manifests[0]) == json.dumps(manifests[1])
+
+
+def test_two_saves_of_one_state_differ_in_ids_and_times_only(tmp_path: Path) -> None:
+    files: list[dict[str, bytes]] = []
+    for name in ("a", "b"):
+        golden.write(tmp_path / name)
+        step = tmp_path / name / FOLDER
+        save = Manifest.parse((step / "manifest.json").read_bytes()).save.encode()
+        files.append({path.name: path.read_bytes().replace(save, b"") for path in step.glob("rank-*")})
+    assert files[0] == files[1] and len(files[0]) == 2
+
+
+def test_it_resumes_into_fresh_objects_bit_for_bit(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "root")
+    parts = golden.state()
+    with torch.no_grad():
+        for module in (parts["model"], parts["average"], parts["nets"]["side"]):
+            for tensor in module.state_dict(keep_vars=True).values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+    with CheckpointManager(tmp_path / "root", parts) as manager:
+        assert manager.resume() == golden.STEP
+        assert manager.steps() == (golden.STEP,)
+    stored = text.read(str(GOLDEN), FOLDER)
+    live = {f"model/{key}": value for key, value in parts["model"].state_dict().items()}
+    live |= {f"average/{key}": value for key, value in parts["average"].state_dict().items()}
+    live["nets/side/weight"] = parts["nets"]["side"].weight
+    for key, p in parts["model"].named_parameters():
+        live |= {f"optimizer/state/{key}/{name}": value for name, value in parts["optimizer"].state.get(p, {}).items()}
+    compared = 0
+    for name, tensor in live.items():
+        if isinstance(tensor, torch.Tensor):
+            kept = stored.tensors[name]
+            assert isinstance(kept, text.Tensor)
+            logical = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            assert bytes(logical.tolist()) == kept.data, name
+            compared += 1
+    assert compared == len([name for name in stored.tensors if not name.startswith("progress/")])
+    progress = parts["progress"]
+    assert progress["seen"] == (1, 2) and math.isinf(progress["best"]) and progress["array"].dtype == "int16"
+    assert progress["table"][1].tolist() == [0, 1, 2] and progress["table"]["1"] == 2.5
