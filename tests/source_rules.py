@@ -119,13 +119,18 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
                 yield Import(node.lineno, f"{stem}.{alias.name}", at_import)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             literal = node.args[0] if node.args else None
-            known = isinstance(literal, ast.Constant) and isinstance(literal.value, str)
-            yield Import(node.lineno, literal.value if known else "?", at_import)  # type: ignore[union-attr]
+            given = [literal.value] if isinstance(literal, ast.Constant) else tables
+            for name in given or ["?"]:
+                yield Import(node.lineno, str(name), at_import)
         inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inner)
 
-    yield from walk(ast.parse(source), True)
+    tree = ast.parse(source)
+    # What a name worked out at run time can be: the modules that this file writes down as texts.
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    tables = sorted({text for text in texts if re.fullmatch(r"ckpt(\.[a-z_]+)+", text)})
+    yield from walk(tree, True)
 
 
 def calls(source: str) -> Iterator[Call]:
