@@ -1,0 +1,177 @@
+"""Two checkpoints compared bit by bit, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.commit.stored import Stored
+from ckpt.edges.arrays import CHUNK, INTEGERS, elements, read_bytes
+from ckpt.edges.leaves import leaves
+from ckpt.edges.opening import locate
+from ckpt.edges.progress import Progress, counted
+from ckpt.format import jsontext
+from ckpt.format.dtypes import ITEMSIZE
+from ckpt.format.values import encode_float
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that both hold, differently. kind: "dtype", "shape", "layout" (the same elements in another dim order),
+    "value" (numbers, or a stored value), or "bits" (equal as numbers, other bits: -0.0, payloads of NaN). max_abs: the
+    largest difference of two finite elements, where they are numbers of one dtype and shape; None elsewhere."""
+
+    key: str
+    kind: str
+    max_abs: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "max_abs": None if self.max_abs is None else encode_float(self.max_abs)}
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """added: keys only B holds; removed: keys only A holds; compared: keys that both hold."""
+
+    a: str
+    b: str
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[Change, ...]
+    compared: int
+
+    @property
+    def equal(self) -> bool:
+        return not (self.added or self.removed or self.changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ckpt diff --json` prints."""
+        return {
+            "schema": 1,
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "added": list(self.added),
+            "removed": list(self.removed),
+            "changed": [change.to_dict() for change in self.changed],
+            "compared": self.compared,
+        }
+
+
+def diff(a: Any, b: Any, *, progress: Progress | None = None) -> DiffReport:
+    """Compares the states of two checkpoints (each a step's folder, or a root's newest): tensors, values, RNG.
+
+    Bits decide: NaN equals NaN of the same bits. Step, time, run and metrics are not compared. Tensors of equal digests
+    are not read. Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError.
+    """
+    found = [locate(path) for path in (a, b)]
+    one, other = (each.stored() for each in found)
+    changed = _tensors(one, other, progress) + _values(one, other)
+    names_a, names_b = (_keys(stored) for stored in (one, other))
+    return DiffReport(
+        a=found[0].path,
+        b=found[1].path,
+        added=tuple(sorted(names_b - names_a)),
+        removed=tuple(sorted(names_a - names_b)),
+        changed=tuple(changed),
+        compared=len(names_a & names_b),
+    )
+
+
+def _keys(stored: Stored) -> set[str]:
+    return {*stored.numbers, *_plain_values(stored)}
+
+
+def _plain_values(stored: Stored) -> dict[str, Any]:
+    if len(stored.indexes) == 1:
+        return leaves(stored.indexes[0].values, stored.manifest.parts)
+    found = {}
+    for index in stored.indexes:
+        for key, node in leaves(index.values, stored.manifest.parts).items():
+            found[f"{key}@{index.rank}"] = node
+    return found
+
+
+def _values(one: Stored, other: Stored) -> list[Change]:
+    a, b = _plain_values(one), _plain_values(other)
+    # As text: 1, 1.0 and True are equal in Python and different states.
+    return [Change(key, "value") for key in a if key in b and jsontext.dump(a[key]) != jsontext.dump(b[key])]
+
+
+def _tensors(one: Stored, other: Stored, progress: Progress | None) -> list[Change]:
+    changed: list[Change] = []
+    to_read: list[tuple[str, int, int]] = []
+    a, b = one.manifest.tensors, other.manifest.tensors
+    for name, i in one.numbers.items():
+        j = other.numbers.get(name)
+        if j is None:
+            continue
+        if a.dtypes[i] != b.dtypes[j]:
+            changed.append(Change(name, "dtype"))
+        elif a.shapes[i] != b.shapes[j]:
+            changed.append(Change(name, "shape"))
+        elif _digests(one, i) == _digests(other, j):
+            if _order(one, i) != _order(other, j):
+                changed.append(Change(name, "layout"))
+        else:
+            to_read.append((name, i, j))
+    total = sum(_bytes(one, i) + _bytes(other, j) for _, i, j in to_read)
+    told = counted(progress, total)
+    read: dict[tuple[int, int], Change | None] = {}
+    for name, i, j in to_read:
+        if (i, j) not in read:
+            read[i, j] = _compare(name, one, i, other, j, told)
+        found = read[i, j]
+        if found is not None:
+            changed.append(Change(name, found.kind, found.max_abs))
+        elif _order(one, i) != _order(other, j):
+            changed.append(Change(name, "layout"))
+    return changed
+
+
+def _digests(stored: Stored, number: int) -> list[tuple[Any, str]]:
+    """What tells a tensor's bytes apart where both are cut into the same boxes."""
+    return sorted(
+        ((source.piece.box.offsets, source.piece.box.sizes), source.piece.xxh3_128)
+        for source in stored.sources.get(number, ())
+    )
+
+
+def _order(stored: Stored, number: int) -> tuple[int, ...] | None:
+    return next((source.piece.dim_order for source in stored.sources.get(number, ())), None)
+
+
+def _bytes(stored: Stored, number: int) -> int:
+    return sum(source.piece.bytes for source in stored.sources.get(number, ()))
+
+
+def _compare(
+    name: str, one: Stored, i: int, other: Stored, j: int, told: Callable[[int], None] | None
+) -> Change | None:
+    import numpy
+
+    dtype = one.manifest.tensors.dtypes[i]
+    first, second = read_bytes(one, i, told), read_bytes(other, j, told)
+    if numpy.array_equal(first, second):
+        return None
+    largest: float | None = None
+    equal = True
+    step = CHUNK * ITEMSIZE[dtype]
+    with numpy.errstate(all="ignore"):
+        for start in range(0, len(first), step):
+            x = elements(first[start : start + step], dtype)
+            y = elements(second[start : start + step], dtype)
+            equal = equal and bool(((x == y) | (numpy.isnan(x) & numpy.isnan(y))).all())
+            both = numpy.isfinite(x) & numpy.isfinite(y)
+            if dtype in INTEGERS:
+                # Python's integers: those of 64 bits differ by more than they can hold themselves.
+                x, y = x.astype(object), y.astype(object)
+                gaps = [abs(int(p) - int(q)) for p, q in zip(x[x != y], y[x != y], strict=True)]
+                gap = float(max(gaps, default=0))
+            else:
+                apart = numpy.abs(x[both] - y[both])
+                gap = float(apart.max()) if len(apart) else None
+            if gap is not None:
+                largest = gap if largest is None else max(largest, gap)
+    return Change(name, "bits" if equal else "value", largest)
