@@ -92,18 +92,19 @@ def test_a_value_that_holds_itself_or_is_too_deep_is_refused_by_its_path() -> No
 
 KEYS = [
     "a", "a/b", "a%2Fb", "a%b", "", "%-", "0", 0, -7, "-7", "007", "-0", "\u00e9", "\U0001f600", "\udcff", "%uDCFF",
-    "9" * 2000,
+    "9" * 2000, "x" * 10_000, "a.b_c", "a_b.c",
 ]  # fmt: skip
 
 
 def test_segments_are_reversible_without_slashes_and_never_collide() -> None:
-    """KEYS-04: 'a.b' against nesting, 0 against '0', '', 'a/b' and emoji stay apart and come back as they were."""
+    """KEYS-04, FS-12: 'a.b_c' and 'a_b.c', 0 and '0', '', 'a/b', emoji, 10 kB stay apart and come back as they were."""
     spelled = [names.escape(key) for key in KEYS]
     assert len(set(spelled)) == len(KEYS) and not any("/" in text for text in spelled)
     back = [names.unescape(text) for text in spelled]
     assert back == KEYS and [type(key) for key in back] == [type(key) for key in KEYS]
     for text in spelled:
         jsontext.dump(text)
+    assert names.escape("a.b_c") == "a.b_c" and names.escape("a_b.c") == "a_b.c"
 
 
 @given(st.text() | st.integers())
