@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ckpt import points
-from ckpt.errors import CheckpointError, CommitUnknown, LockedError
+from ckpt.errors import CheckpointError, CommitUnknown, LockedError, StorageUnavailableError
 from ckpt.format import names
 from ckpt.format.manifest import Manifest
 from ckpt.storage.base import Storage
@@ -28,6 +28,7 @@ class Attempt(ABC):
         self.step = step
         self.save = save
         self.target = names.step_name(step)
+        self._bytes: dict[str, int] = {}  # file -> bytes handed to storage
 
     @abstractmethod
     def begin(self) -> None:
@@ -53,6 +54,40 @@ class Attempt(ABC):
     def abandon(self) -> None:
         """Removes what the attempt left, as far as that can be done; never raises."""
 
+    def _check_lengths(self, folder: str) -> None:
+        """I1: what storage says it holds is compared with what it was given, while the step can still be given up."""
+        found = {entry.name: entry.bytes for entry in self.storage.list(folder) or () if entry.kind == "file"}
+        for name, size in self._bytes.items():
+            if found.get(name) != size:
+                there = "is not there" if name not in found else f"has {found[name]:,} bytes"
+                raise StorageUnavailableError(
+                    f"{self.storage.url}/{folder}/{name} {there} after {size:,} bytes were written and fsynced.",
+                    step=self.step,
+                    path=f"{self.storage.url}/{folder}/{name}",
+                    stage="commit",
+                    hint="The storage loses data without an error; nothing was committed.",
+                )
+
+    def _check_record(self, record: bytes) -> None:
+        """A save is a success once its commit record was read back."""
+        path = f"{self.target}/{names.MANIFEST}"
+        try:
+            found = self.storage.read(path, names.MAX_MANIFEST)
+        except CheckpointError as error:
+            raise self._unknown(f"its manifest could not be read back: {error}", error.errno) from error
+        if found != record:
+            raise self._unknown("its manifest does not read back as it was written", None)
+
+    def _unknown(self, why: str, errno: int | None) -> CommitUnknown:
+        return CommitUnknown(
+            f"{self.target} is in place in {self.storage.url}, but {why}",
+            step=self.step,
+            path=f"{self.storage.url}/{self.target}",
+            stage="commit",
+            errno=errno,
+            hint="The next resume tells whether it survived; an earlier step is safe in either case.",
+        )
+
     def _taken(self) -> LockedError:
         return LockedError(
             f"Another writer has committed {self.target} in {self.storage.url} meanwhile; this save is given up.",
@@ -76,9 +111,11 @@ class FolderAttempt(Attempt):
 
     def write(self, name: str, data: memoryview | bytes, progress: Callable[[int], None] | None = None) -> None:
         self.storage.write_new(f"{self.folder}/{name}", data, progress=progress)
+        self._bytes[name] = len(data)
 
     def commit(self, manifest: bytes) -> None:
-        self.storage.write_new(f"{self.folder}/{names.MANIFEST}", manifest)
+        self.write(names.MANIFEST, manifest)
+        self._check_lengths(self.folder)
         # I1: the names inside must outlast a power cut before the folder's own name does.
         self.storage.sync_folder(self.folder)
         points.reach("publish.before")
@@ -88,14 +125,8 @@ class FolderAttempt(Attempt):
         try:
             self.storage.sync_folder()
         except CheckpointError as error:
-            raise CommitUnknown(
-                f"{self.target} is in place in {self.storage.url}, but the folder could not be fsynced: {error}",
-                step=self.step,
-                path=f"{self.storage.url}/{self.target}",
-                stage="commit",
-                errno=error.errno,
-                hint="The next resume tells whether it survived; an earlier step is safe in either case.",
-            ) from error
+            raise self._unknown(f"the folder could not be fsynced: {error}", error.errno) from error
+        self._check_record(manifest)
 
     def abandon(self) -> None:
         try:
@@ -120,9 +151,11 @@ class ObjectAttempt(Attempt):
         path = f"{self.target}/{name}"
         self._written.append(path)
         self.storage.write_new(path, data, progress=progress)
+        self._bytes[name] = len(data)
 
     def commit(self, manifest: bytes) -> None:
         path = f"{self.target}/{names.MANIFEST}"
+        self._check_lengths(self.target)
         points.reach("publish.before")
         placed = self.storage.put_new(path, manifest)
         points.reach("publish.after")

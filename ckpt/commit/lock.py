@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from ckpt.errors import CheckpointError, LockedError, translate_os_error
+from ckpt.errors import CheckpointError, LockedError, StorageUnavailableError, translate_os_error
 from ckpt.format import names
 from ckpt.storage.base import Storage
 from ckpt.storage.local import LocalStorage
@@ -46,13 +46,19 @@ class RootLock:
 
         try:
             storage.make_root()
+            path = os.path.join(storage.root, names.LOCK)
+            # Made by us: a mode given to FileLock is set past the umask.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
             # thread_local=False: the writer's thread and the caller's share one lock.
-            self._file = FileLock(os.path.join(storage.root, names.LOCK), thread_local=False, mode=0o666)
-            self._file.acquire(timeout=timeout, poll_interval=0.05)
+            self._file = FileLock(path, thread_local=False)
+            self._file.acquire(timeout=min(timeout, threading.TIMEOUT_MAX), poll_interval=0.05)
         except Timeout as error:
             raise self._locked(self._owner()) from error
-        except OSError as error:
-            raise translate_os_error(error, stage="lock", path=os.path.join(storage.root, names.LOCK)) from error
+        except (OSError, NotImplementedError) as error:
+            where = os.path.join(storage.root, names.LOCK)
+            if isinstance(error, OSError):
+                raise translate_os_error(error, stage="lock", path=where) from error
+            raise StorageUnavailableError(f"{where} cannot be locked: {error}", stage="lock", path=where) from error
         note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
         # The note only makes the other side's message better; a full disk must not keep a run from resuming.
         try:
@@ -68,7 +74,7 @@ class RootLock:
                 if left <= 0:
                     _, since = _in_process[self.storage.url]
                     raise self._locked({"host": socket.gethostname(), "pid": os.getpid(), "since": since})
-                _guard.wait(left)
+                _guard.wait(min(left, threading.TIMEOUT_MAX))
             _in_process[self.storage.url] = (id(self), time.time())
 
     def _owner(self) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt import points
-from ckpt.commit.line import Line, best_of
+from ckpt.commit.line import Line, best_of, manifest
 from ckpt.commit.roster import Pin, StepFolder
 from ckpt.errors import CheckpointError
 from ckpt.format import names
@@ -69,17 +69,31 @@ def choose(
         if folder.name in damaged and (policy.keep_last is None or newest is None or folder.step >= newest):
             keep(folder, "damaged, kept for a look")
     remove = [folder for folder in line.steps if folder.name not in reasons]
-    incarnation = max((f.manifest.incarnation for f in line.steps if f.manifest), default=0)
-    current = [f for f in good if f.manifest is not None and f.manifest.incarnation == incarnation]
     for folder in line.off:
-        # Abandoned steps are the way back from a mistaken rollback until the new line stands on its own feet.
+        # Abandoned steps are the way back from a mistaken rollback until the new line stands on its own feet. Counted
+        # over all newer incarnations: a run that is preempted often never gives one of them keep_last commits.
+        newer = [f for f in good if manifest(f).incarnation > manifest(folder).incarnation]
         if folder.step in pins:
             keep(folder, "pinned")
-        elif policy.keep_last is None or len(current) < policy.keep_last:
+        elif policy.keep_last is None or len(newer) < policy.keep_last:
             keep(folder, "abandoned, until the new line has enough")
         else:
             remove.append(folder)
     return Choice({name: tuple(why) for name, why in reasons.items()}, tuple(remove))
+
+
+def outdated(damaged: Sequence[StepFolder], line: Line, policy: Policy, pins: Mapping[int, Pin]) -> list[StepFolder]:
+    """Damaged, uncommitted steps of the line's run whose manifest is whole, once `keep_last` newer good ones exist."""
+    if policy.keep_last is None:
+        return []
+    return [
+        folder
+        for folder in damaged
+        if folder.manifest is not None
+        and folder.manifest.run == line.run
+        and folder.step not in pins
+        and sum(manifest(good).order > folder.manifest.order for good in line.steps) >= policy.keep_last
+    ]
 
 
 def remove_step(storage: Storage, folder: str) -> None:

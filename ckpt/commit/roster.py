@@ -75,7 +75,11 @@ class Scanner:
         """Raises StorageUnavailableError when the root could not be listed or a manifest could not be read."""
         listed = self.storage.list()
         if listed is None:
+            self._parsed.clear()
             return Roster(False)
+        # A run that saves for weeks would otherwise hold the table of every step that was ever there.
+        for gone in self._parsed.keys() - {entry.name for entry in listed} - {""}:
+            del self._parsed[gone]
         steps: list[StepFolder] = []
         damaged: list[StepFolder] = []
         debris: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import threading
 import weakref
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from ckpt.capture.state import Registry
 from ckpt.commit.line import Line, best_of, line_of
 from ckpt.commit.roster import Scanner, remove_pin, set_pin
 from ckpt.coordination.ranks import this_process
-from ckpt.errors import ClosedError, ForkedError
+from ckpt.errors import CheckpointError, ClosedError, ForkedError
 from ckpt.manager import exiting
 from ckpt.manager.options import Options, step_number
 from ckpt.manager.reports import Receipt, SaveReport
@@ -42,8 +43,11 @@ class ManagerBase:
         self._entered_root = False
         self._closed = False
         self._completed = 0  # the last step whose body was completed, or that was resumed
+        if "CKPT_CHAOS" in os.environ:
+            # By name: chaos is an edge, which this room must not import; a run without a campaign never loads it.
+            pkgutil.resolve_name("ckpt.chaos.agent:attach")(self)
         # At exit and when nobody holds the manager any more: finishes the save in flight and frees the lock.
-        self._ending = (self._session, self._writer, self._saver.staging)
+        self._ending = (self._session, self._writer, self._saver.staging, self._signals)
         self._end = weakref.finalize(self, exiting.end, *self._ending, options.exit_timeout, self._pid)
 
     def _check_pid(self) -> None:
@@ -56,8 +60,19 @@ class ManagerBase:
                 hint="Save and resume in the process that made it.",
             )
 
-    def _check_open(self) -> None:
+    def _check_call(self) -> None:
         self._check_pid()
+        if self._saver.inside == threading.get_ident():
+            raise CheckpointError(
+                "The manager was used while it was taking the state for a save, by a signal handler or by a hook of the "
+                "state; the checkpoint would hold two moments.",
+                path=self._storage.url,
+                stage="save",
+                hint="Set a flag there and act on it between two steps; on_signal does that.",
+            )
+
+    def _check_open(self) -> None:
+        self._check_call()
         if self._closed:
             raise ClosedError("The manager is closed.", path=self._storage.url, hint="Make a new one to go on.")
 
@@ -80,7 +95,7 @@ class ManagerBase:
 
     def _line(self) -> Line:
         self._check_pid()
-        return line_of(Scanner(self._storage).scan(), self._session.run)
+        return line_of(Scanner(self._storage, tables=False).scan(), self._session.run)
 
     def steps(self) -> tuple[int, ...]:
         """Committed steps of the run's line, oldest first, read from storage now; () when there is no root.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class CheckpointManager(ManagerBase):
         super().__init__(root, options.check(**given), storage_options)
         for name, obj in (state or {}).items():
             self._registry.register(name, obj)
+        self._restorer.watched = state
 
     def register(self, name: str, obj: Any) -> None:
         """Adds an object to the state, before any `resume` and the first `save` (else CheckpointError).
@@ -101,7 +103,7 @@ class CheckpointManager(ManagerBase):
         values = options.metric_values(metrics)
         with self._entered():
             self._enter_root()
-            self._restorer.check_before_save()
+            self._restorer.check_before_save(number)
             started = self._saver.save(number, values, force, self._restorer.receipt is not None, began)
             self._completed = max(self._completed, number)
             return started
@@ -159,6 +161,9 @@ class CheckpointManager(ManagerBase):
             log.info("nothing left to do: step %d of %d is done", step, total)
             return
         feed = None if loader is None else Feed(loader, self._restorer.restore_rng_once)
+        if feed is None:
+            # Whoever seeds or makes an iterator between `resume` and the loop must not undo the restore.
+            self._restorer.restore_rng_once()
         while step < total and not self.should_stop:
             batch = next(feed) if feed is not None else None
             step += 1
@@ -206,35 +211,59 @@ class CheckpointManager(ManagerBase):
 
         save_last: first saves the last completed step, if that was not done.
         """
-        self._check_pid()
+        self._check_call()
+        limit = self._options.deadline_s if timeout is None else timeout
         with self._calls:
             if self._closed:
                 return
-            if save_last:
-                self._save_last()
-            failure = self._finish(self._options.deadline_s if timeout is None else timeout)
+            earlier = None
+            try:
+                if save_last:
+                    earlier = self._save_last(limit)
+            except BaseException as error:
+                _put_behind(error, self._finish(limit))
+                raise
+            failure = self._finish(limit)
+            if earlier is not None:
+                _put_behind(earlier, failure)
+                raise earlier
             if failure is not None:
                 raise failure
 
-    def _save_last(self) -> None:
-        if self._entered_root and self._completed not in self._session.known:
-            self.save(self._completed, force=True)
+    def _save_last(self, timeout: float) -> CheckpointError | None:
+        """Saves the last completed step if it is not durable. An earlier save's failure is returned: raised at the entry
+        of `save` it would take the last save's place."""
+        if not self._entered_root or self._restorer.broken is not None:
+            return None
+        self._saver.settle(timeout)
+        earlier = self._saver.failure()
+        if self._completed not in self._session.known:
+            try:
+                self.save(self._completed, force=True)
+            except BaseException as error:
+                _put_behind(error, earlier)
+                raise
+        return earlier
 
     def _finish(self, timeout: float) -> CheckpointError | None:
         """Ends everything; the failure to raise, if any."""
         finished = self._writer.idle(timeout)
         self._closed = True
-        self._signals.remove()
         self._end.detach()
+        failure = self._saver.failure()
         exiting.end(*self._ending, 0.0, self._pid)
         if finished:
             self._saver.release()
-            return self._saver.failure()
-        return DeadlineError(
-            f"A save into {self._storage.url} was not finished within {timeout:g} s and is abandoned.",
+            return failure
+        abandoned = DeadlineError(
+            f"The save of step {self._session.in_flight} into {self._storage.url} was not finished within {timeout:g} s "
+            "and is abandoned.",
+            step=self._session.in_flight,
             path=self._storage.url,
             stage="close",
         )
+        _put_behind(abandoned, failure)
+        return abandoned
 
     def __enter__(self) -> CheckpointManager:
         self._check_open()
@@ -244,13 +273,21 @@ class CheckpointManager(ManagerBase):
         if error is None:
             self.close()
             return
+        if os.getpid() != self._pid:
+            # A forked child that leaves the body by an exception: the writer and the lock are its parent's.
+            return
         with self._calls:
-            if self._closed:
-                return
-            failure = self._finish(self._options.exit_timeout)
-        if failure is not None:
-            # The body's exception is the one to see; what the save failed with stands behind it.
-            last = error
-            while last.__context__ is not None and last.__context__ is not failure:
-                last = last.__context__
-            last.__context__ = failure
+            if not self._closed:
+                # The body's exception is the one to see; what the save failed with stands behind it.
+                _put_behind(error, self._finish(self._options.exit_timeout))
+
+
+def _put_behind(error: BaseException, failure: BaseException | None) -> None:
+    """Adds `failure` at the end of the contexts of `error`."""
+    if failure is None:
+        return
+    last = error
+    while last.__context__ is not None and last is not failure:
+        last = last.__context__
+    if last is not failure:
+        last.__context__ = failure

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.commit.retention import Policy
+from ckpt.format import names
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,14 @@ def _signals(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result))
 
 
+def _is_text(key: str) -> bool:
+    try:
+        key.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def step_number(step: Any) -> int:
     """A step as an int. TypeError for what is no whole number (bool included), ValueError for a negative one."""
     if isinstance(step, bool):
@@ -135,6 +144,8 @@ def step_number(step: Any) -> int:
         raise TypeError(f"step must be a whole number, not {type(step).__name__}") from None
     if number < 0:
         raise ValueError(f"step must be 0 or more, not {number}")
+    if number > names.MAX_STEP:
+        raise ValueError(f"step must be at most {names.MAX_STEP}, not {number}")
     return number
 
 
@@ -148,6 +159,8 @@ def metric_values(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for key, value in metrics.items():
         if not isinstance(key, str):
             raise TypeError(f"metrics: the key {key!r} is no str")
+        if not key.isprintable() and not _is_text(key):
+            raise TypeError(f"metrics: the key {key!r} holds a lone surrogate, which is no character")
         if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
             raise TypeError(f"metrics[{key!r}] must be a number, not {type(value).__name__}")
         if getattr(value, "ndim", 0) != 0:

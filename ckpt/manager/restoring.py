@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from ckpt.capture.state import Registry
 from ckpt.commit.line import Line
 from ckpt.commit.roster import Scanner
 from ckpt.coordination.ranks import this_process
-from ckpt.errors import CheckpointError, StateMismatchError
-from ckpt.manager import resuming
+from ckpt.errors import CheckpointError
+from ckpt.manager import doubts, resuming
 from ckpt.manager.looping import remembers
 from ckpt.manager.options import Options
 from ckpt.manager.reports import Receipt, differences, environment
@@ -48,7 +48,9 @@ class Restorer:
         self._options = options
         self._plan: RestorePlan | None = None
         self._rng_pending = False
-        self._broken: CheckpointError | None = None
+        self._unsure: Callable[[], list[str]] | None = None  # looks, once, whether the restored state is in use
+        self.broken: BaseException | None = None  # what left the live state half overwritten
+        self.watched: Mapping[str, Any] | None = None  # the caller's own mapping of what was registered
         self.receipt: Receipt | None = None
 
     def resume(
@@ -62,21 +64,22 @@ class Restorer:
             choice = resuming.find(storage, session.scanner, request, self._options)
         if choice is None and from_ is not None:
             storage, foreign = open_storage(from_), True
-            choice = resuming.find(storage, Scanner(storage), request, self._options)
+            choice = resuming.find(storage, Scanner(storage, tables=False), request, self._options, alone=True)
         if choice is None:
             return self._fresh(session)
         touched = [False]
         try:
             resumed = resuming.bring_back(storage, choice, self._registry, self._options, override, touched)
-        except CheckpointError as error:
-            # Live tensors may hold a mix of bytes now: saving them would make the mix durable.
-            self._broken = error if touched[0] else self._broken
+            resumed.plan.apply(_VALUES)
+            resumed.plan.apply({Phase.RNG})
+        except BaseException as error:
+            # Live state may hold a mix of two moments now, also when a person interrupted: saving it would make the mix
+            # durable.
+            self.broken = error if touched[0] else self.broken
             raise
-        self._refuse_other_world(resumed)
-        resumed.plan.apply(_VALUES)
-        resumed.plan.apply({Phase.RNG})
-        self._broken = None
+        self.broken = None
         self._plan, self._rng_pending = resumed.plan, True
+        self._unsure = doubts.watch(self._registry, self.watched)
         self._place(session, choice, resumed, foreign)
         self.receipt = self._written(storage.url, resumed)
         points.reach("resume.done")
@@ -85,22 +88,12 @@ class Restorer:
 
     def _fresh(self, session: Session) -> int:
         session.adopt(None, None, Line())
-        self._plan, self._rng_pending, self._broken = None, False, None
+        self._plan, self._rng_pending, self._unsure = None, False, None
         now = environment()
         self.receipt = Receipt(0, None, (), (), (), (), None, this_process().world_size, "fresh start", {}, now)
         log.info("nothing is committed in %s: a fresh start", session.storage.url)
         points.reach("resume.done")
         return 0
-
-    def _refuse_other_world(self, resumed: Resumed) -> None:
-        then, now = resumed.stored.manifest.world_size, this_process().world_size
-        if then != now and self._options.on_world_change == "refuse":
-            raise StateMismatchError(
-                f"Step {resumed.folder.step} was saved by {then} ranks and this run has {now}.",
-                step=resumed.folder.step,
-                stage="resume",
-                hint='Start with as many ranks, or pass on_world_change="elastic".',
-            )
 
     def _place(self, session: Session, choice: Choice, resumed: Resumed, foreign: bool) -> None:
         run = None if foreign else resumed.stored.manifest.run
@@ -119,7 +112,7 @@ class Restorer:
         reasons += differences(record.environment, now)
         return Receipt(
             step=record.step,
-            path=f"{url}/{resumed.folder.name}",
+            path=f"{url}/{resumed.folder.name}" if resumed.folder.name else url,
             restored=tuple(name for name in self._registry.parts if name not in plan.missing),
             missing=tuple(plan.missing),
             unexpected=tuple(plan.unexpected),
@@ -164,11 +157,16 @@ class Restorer:
             after = f"{before}; {reason}" if before.startswith("changed: ") else f"changed: {reason}"
             self.receipt = replace(self.receipt, exactness=after)
 
-    def check_before_save(self) -> None:
-        """Refuses to save state that a failed resume left half overwritten."""
-        if self._broken is not None:
+    def check_before_save(self, step: int) -> None:
+        """Refuses to save state that a failed resume left half overwritten; at the first new step after a resume, warns
+        of restored state that seems not to be what the run uses."""
+        if self._unsure is not None and self.receipt is not None and step != self.receipt.step:
+            look, self._unsure = self._unsure, None
+            for sentence in look():
+                log.warning("%s", sentence)
+        if self.broken is not None:
             raise CheckpointError(
                 "The live state was overwritten by a resume that failed; saving it would make the damage durable.",
                 stage="save",
                 hint="Resume a sound step, or start the process anew.",
-            ) from self._broken
+            ) from self.broken

@@ -13,7 +13,8 @@ from ckpt.commit.landing import land
 from ckpt.commit.line import Line, best_of, line_of
 from ckpt.commit.roster import Roster, Scanner, StepFolder
 from ckpt.commit.stored import Stored, check_all, check_headers, open_stored
-from ckpt.errors import CheckpointError, CorruptCheckpointError, NotCommittedError
+from ckpt.coordination.ranks import this_process
+from ckpt.errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StateMismatchError
 from ckpt.manager.options import Options, step_number
 from ckpt.storage.base import Storage
 
@@ -69,7 +70,7 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
             raise NotCommittedError(f"No committed step of {url} has the metric {options.monitor!r}.", path=url)
         return Choice((ranked[0],), (), line, False)
     newest = line.newest
-    newer = [folder for folder in roster.damaged if newest is None or folder.step > newest.step]
+    newer = [folder for folder in roster.damaged if newest is None or _newer(folder, newest)]
     for folder in newer:
         if folder.unsupported is not None:
             raise folder.unsupported
@@ -81,6 +82,14 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
             raise NotCommittedError(f"Nothing is committed in {url}.", path=url, hint='resume("auto") starts fresh.')
         return None
     return Choice(tuple(reversed(line.steps)), skipped, line, True)
+
+
+def _newer(damaged: StepFolder, newest: StepFolder) -> bool:
+    """Whether a damaged step would have been taken before `newest`. Without a manifest its name has to tell."""
+    assert newest.manifest is not None
+    if damaged.manifest is None:
+        return damaged.step > newest.step
+    return damaged.manifest.run == newest.manifest.run and damaged.manifest.order > newest.manifest.order
 
 
 def _exactly(roster: Roster, line: Line, step: int, url: str) -> StepFolder:
@@ -136,11 +145,12 @@ def bring_back(
             check_headers(stored)
             plan = plan_restore(registry, saved_state(stored), options.strict, override)
             plan.check()
+            _check_world(stored, options)
             if options.verify_first:
                 check_all(stored)
             points.reach("resume.chosen")
+            touched[0] = True
             plan.prepare()
-            touched[0] = touched[0] or bool(plan.targets)
             land(stored, plan.targets)
             points.reach("resume.tensors")
             return Resumed(stored, folder, plan, tuple(attempts), frozenset(damaged))
@@ -151,6 +161,17 @@ def bring_back(
             damaged.add(folder.name)
             log.warning("step %d in %s is damaged and passed over: %s", folder.step, storage.url, error)
     raise _all_damaged(storage.url, attempts)
+
+
+def _check_world(stored: Stored, options: Options) -> None:
+    then, now = stored.manifest.world_size, this_process().world_size
+    if then != now and options.on_world_change == "refuse":
+        raise StateMismatchError(
+            f"Step {stored.manifest.step} was saved by {then} ranks and this run has {now}.",
+            step=stored.manifest.step,
+            stage="resume",
+            hint='Start with as many ranks, or pass on_world_change="elastic".',
+        )
 
 
 def saved_state(stored: Stored, rank: int = 0) -> SavedState:
@@ -165,9 +186,18 @@ def saved_state(stored: Stored, rank: int = 0) -> SavedState:
     return SavedState(record.step, record.parts, stored.indexes[rank].values, tensors, table.aliases)
 
 
-def find(storage: Storage, scanner: Scanner, request: str | int, options: Options) -> Choice | None:
+def find(
+    storage: Storage, scanner: Scanner, request: str | int, options: Options, *, alone: bool = False
+) -> Choice | None:
+    """See `choose`. alone: the place was named by the caller, so it may be one step's folder, and holds something."""
     try:
-        return choose(scanner.scan(), request, options, storage.url)
+        roster = scanner.scan()
+        if alone and not (roster.steps or roster.damaged):
+            step = scanner.look("", False)
+            if step is None:
+                raise NotCommittedError(f"{storage.url} is no checkpoint and holds none.", path=storage.url)
+            roster = Roster(True, *(((step,), ()) if step.committed else ((), (step,))))
+        return choose(roster, request, options, storage.url)
     except CheckpointError as error:
         error.stage = error.stage or "resume"
         raise

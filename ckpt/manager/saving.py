@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 
 from ckpt import points
 from ckpt.capture.staging import Staging
 from ckpt.capture.state import Registry, capture
-from ckpt.errors import CheckpointError, DeadlineError
+from ckpt.errors import CheckpointError, DeadlineError, StorageUnavailableError, UnsupportedStateError
 from ckpt.manager.due import Schedule
 from ckpt.manager.options import Options
 from ckpt.manager.session import Job, Session
@@ -31,6 +32,8 @@ class Saver:
         self._monitor_missed = False
         self.schedule = Schedule(options)
         self.skipped = 0
+        self.inside: int | None = None  # the thread that is taking the state just now
+        self._old_told: float | None = None
 
     def save(self, number: int, metrics: Mapping[str, float], force: bool, resumed: bool, began: float) -> bool:
         """See CheckpointManager.save. `began`: monotonic time at which the call came."""
@@ -39,9 +42,13 @@ class Saver:
         if not self._wanted(number, metrics, force):
             return False
         session = self._session
-        if session.incarnation is None:
-            session.begin(number, resumed)
-        job = self._stage(number, metrics)
+        if session.incarnation is None and not self._begin(number, resumed):
+            return False
+        self.inside = threading.get_ident()
+        try:
+            job = self._stage(number, metrics)
+        finally:
+            self.inside = None
         job.stall_s = time.monotonic() - began
         session.known.add(number)
         session.in_flight = number
@@ -51,6 +58,17 @@ class Saver:
             self.settle(self._options.deadline_s)
             session.count_stall(time.monotonic() - began)
             self.raise_failures()
+            return session.last is not None and session.last.durable
+        return True
+
+    def _begin(self, number: int, resumed: bool) -> bool:
+        try:
+            self._session.begin(number, resumed)
+        except StorageUnavailableError as error:
+            if self._options.on_failure == "raise":
+                raise
+            self._session.failed(number, error)
+            return False
         return True
 
     def _wanted(self, number: int, metrics: Mapping[str, float], force: bool) -> bool:
@@ -105,7 +123,13 @@ class Saver:
         if self._prepared or self._writer.busy:
             return
         self._prepared = True
-        self.staging.prepare(capture(self._registry).tensors)
+        try:
+            tensors = capture(self._registry).tensors
+        except UnsupportedStateError as error:
+            # Raised by the save, if the value is still there then; this call only makes that save quicker.
+            log.debug("staging memory was not prepared: %s", error)
+            return
+        self.staging.prepare(tensors)
 
     def resumed(self, number: int) -> None:
         """The manager stands at `number` now; the age of the newest durable step counts from here."""
@@ -116,8 +140,11 @@ class Saver:
 
     def _check_age(self) -> None:
         limit = self._options.max_durable_age
-        age = time.monotonic() - self._session.durable_at
-        if limit is not None and age > limit:
+        since = self._session.durable_at
+        age = time.monotonic() - since
+        if limit is not None and age > limit and self._old_told != since:
+            # Once, as every failure: a caller that goes on must be able to make the next step durable.
+            self._old_told = since
             raise CheckpointError(
                 f"No step has become durable for {age:.0f} s; max_durable_age is {limit:g} s.",
                 path=self._session.storage.url,

@@ -60,7 +60,7 @@ class Session:
         self.storage = storage
         self.options = options
         self.lock = RootLock(storage)
-        self.scanner = Scanner(storage)
+        self.scanner = Scanner(storage, tables=False)
         self.run: str | None = None
         self.parent: Parent | None = None
         self.incarnation: int | None = None  # None until the first save of this incarnation
@@ -96,7 +96,7 @@ class Session:
         line = line_of(roster, self.run)
         if self.run is None and line.newest is not None:
             newest = line.newest
-            if step <= newest.step or (resumed and self.parent is None):
+            if step <= newest.step or resumed:
                 raise RunExistsError(
                     f"{self.storage.url} holds a run up to step {newest.step}; saving step {step} would start a second "
                     "history in it.",
@@ -130,12 +130,7 @@ class Session:
             error.__cause__ = failure
         write_s = time.monotonic() - started
         if error is not None:
-            error.step = job.step if error.step is None else error.step
-            self.known.discard(job.step)
-            self.last = SaveReport(job.step, path, size, job.stall_s, write_s, False, error)
-            self.errors.append(error)
-            if self.options.on_failure == "warn":
-                log.warning("step %d was not saved: %s", job.step, error)
+            self.failed(job.step, error, size, job.stall_s, write_s)
             return
         self.commits += 1
         self.durable_at = time.monotonic()
@@ -146,6 +141,19 @@ class Session:
             job.step, f"{size:,}", write_s, rate, job.stall_s,
         )  # fmt: skip
         self._retire()
+
+    def failed(
+        self, step: int, error: CheckpointError, size: int = 0, stall_s: float = 0.0, write_s: float = 0.0
+    ) -> None:
+        """Takes down that the save of `step` failed; the log is told when nobody will be raised at (I9)."""
+        error.step = step if error.step is None else error.step
+        path = f"{self.storage.url}/{names.step_name(step)}"
+        self.known.discard(step)
+        self.last = SaveReport(step, path, size, stall_s, write_s, False, error)
+        if self.options.on_failure == "warn":
+            log.warning("step %d was not saved: %s", step, error)
+        else:
+            self.errors.append(error)
 
     def count_stall(self, seconds: float) -> None:
         """A save that the caller waited for: the whole of it held training up."""
@@ -178,6 +186,10 @@ class Session:
     def _room_for(self, job: Job) -> None:
         free = self.storage.free_bytes()
         needed = job.staged.layout.bytes + (1 << 16)
+        if free is not None and free < needed:
+            # What an earlier failure could not remove may be what fills the disk.
+            self._tidy()
+            free = self.storage.free_bytes()
         if free is not None and free < needed:
             raise OutOfSpaceError(
                 f"Step {job.step} needs {needed:,} bytes and {self.storage.url} has {free:,} free.",
@@ -224,8 +236,11 @@ class Session:
             return
         folder = self.scanner.look(name) if self.storage.list(name) is not None else None
         if folder is not None and folder.manifest is not None:
-            # A damaged or abandoned step of an older incarnation of this run; a newer one is another writer's.
-            ours = folder.manifest.run == self.run and folder.manifest.incarnation < (self.incarnation or 0)
+            # A damaged or abandoned step of an older incarnation of this run, or one of this process whose commit ended
+            # unknown; a newer one is another writer's.
+            older = folder.manifest.incarnation < (self.incarnation or 0)
+            mine = folder.manifest.world.get("writer") == self._writer_id
+            ours = folder.manifest.run == self.run and (older or mine)
         else:
             uncommitted = folder is not None and folder.unsupported is None
             ours = uncommitted and looks_ours(self.storage, name)
@@ -260,18 +275,26 @@ class Session:
     def _retire(self) -> None:
         """Retention after a durable commit (I5); its failure is a warning."""
         try:
+            self._tidy()
+        except Exception as error:
+            log.warning("retention in %s failed, will try again after the next save: %r", self.storage.url, error)
+
+    def _tidy(self) -> None:
+        try:
             roster = self.scanner.scan()
+            retention.sweep(self.storage, roster.debris)
+            if not self.commits:
+                return
             line = line_of(roster, self.run)
             spare = {line.newest.name} if line.newest is not None else set()
             if self.options.keep_last is not None and self.commits < self.options.keep_last:
                 spare |= self.spare
             choice = retention.choose(line, self.options.policy, roster.pins, damaged=self.damaged, protected=spare)
-            retention.retire(self.storage, choice, lambda: self.scanner.scan().pins, spare=spare)
-            retention.sweep(self.storage, roster.debris)
+            old = retention.outdated(roster.damaged, line, self.options.policy, roster.pins)
+            choice = replace(choice, remove=(*choice.remove, *old))
+            retention.retire(self.storage, choice, self.scanner.pins, spare=spare)
         except CheckpointError as error:
             log.warning("retention in %s failed, will try again after the next save: %s", self.storage.url, error)
-        except Exception as error:
-            log.warning("retention in %s failed, will try again after the next save: %r", self.storage.url, error)
 
 
 def _table(job: Job) -> TensorTable:

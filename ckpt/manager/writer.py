@@ -16,30 +16,45 @@ class Writer:
         self._busy = False
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._at_end: list[Callable[[], None]] = []
 
     @property
     def busy(self) -> bool:
         return self._busy
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Hands over `job`, which never raises; the writer must be idle."""
+        """Hands over `job`, which never raises; the writer must be idle. Where no thread can be started (the interpreter
+        is ending, or the process may have no more), the job is done before this returns."""
         with self._change:
             assert not self._busy, "one save in flight"
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    job()
+                    return
+                self._thread = thread
             self._busy = True
             self._job = job
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
-                self._thread.start()
             self._change.notify_all()
 
     def idle(self, timeout: float | None) -> bool:
         """Waits until nothing is in flight; False when `timeout` seconds passed first."""
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._change:
             return self._change.wait_for(lambda: not self._busy, timeout)
 
-    def stop(self, timeout: float | None = None) -> None:
-        """Ends the thread after the job in flight. No-op when there is none."""
+    def is_this_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def stop(self, timeout: float | None = None, at_end: Callable[[], None] | None = None) -> None:
+        """Ends the thread after the job in flight, waiting for it at most `timeout` seconds. No-op when there is none.
+        `at_end` is the last thing the thread does."""
         with self._change:
+            if at_end is not None:
+                self._at_end.append(at_end)
             self._stopping = True
             self._change.notify_all()
             thread, self._thread = self._thread, None
@@ -52,7 +67,7 @@ class Writer:
                 self._change.wait_for(lambda: self._job is not None or self._stopping)
                 job, self._job = self._job, None
                 if job is None:
-                    return
+                    break
             try:
                 job()
             finally:
@@ -61,3 +76,5 @@ class Writer:
                 with self._change:
                     self._busy = False
                     self._change.notify_all()
+        for action in self._at_end:
+            action()

@@ -16,6 +16,7 @@ from ckpt.storage.base import Abilities, Entry, ReadRange, Storage
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link, and a socket, says
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 
@@ -94,8 +95,8 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno in _GONE:
                     return None
-                if error.errno == errno.ELOOP:
-                    raise self._damaged(path, "not-a-file", "is a link, which no file of a checkpoint is") from error
+                if error.errno in _NO_FILE:
+                    raise self._damaged(path, "not-a-file", "is not a regular file") from error
                 raise
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
@@ -105,7 +106,7 @@ class LocalStorage(Storage):
                     self._regular(fd, path)
                     short = rawfile.read_ranges(fd, ranges)
             except OSError as error:
-                if error.errno in _GONE or error.errno == errno.ELOOP:
+                if error.errno in _GONE | _NO_FILE:
                     raise self._damaged(path, "missing-file", "is missing") from error
                 raise
         if short is not None:

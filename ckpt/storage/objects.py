@@ -42,6 +42,8 @@ class ObjectStorage(Storage):
                 found = self.fs.ls(self._key(folder), detail=True, refresh=True)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            if any(info["name"].rstrip("/") == self._key(folder) for info in found):
+                return None  # a file: fsspec lists it as if it stood in itself
             return tuple(sorted((_entry(info) for info in found), key=lambda entry: entry.name))
 
     def stat(self, path: str) -> Entry | None:
@@ -115,7 +117,11 @@ class ObjectStorage(Storage):
                 return
 
     def remove_folder(self, folder: str, *, on_half: Callable[[], None] | None = None) -> None:
-        for number, entry in enumerate(self.list(folder) or ()):
+        listed = self.list(folder)
+        if listed is None:
+            self.remove_file(folder)
+            return
+        for number, entry in enumerate(listed):
             if entry.kind == "folder":
                 self.remove_folder(f"{folder}/{entry.name}")
             else:
@@ -125,7 +131,8 @@ class ObjectStorage(Storage):
         with self._translated("remove", folder):
             try:
                 self.fs.rmdir(self._key(folder))
-            except (FileNotFoundError, OSError):
+            except OSError:
+                # Most stores have no folders that could be left; one that has keeps an empty one.
                 return
 
     def free_bytes(self) -> int | None:
@@ -137,5 +144,7 @@ def _entry(info: dict[str, Any]) -> Entry:
     if info["type"] == "directory":
         return Entry(name, "folder")
     created = info.get("created")
-    stamp = int(created.timestamp() * 1_000_000) if created is not None else 0
-    return Entry(name, "file", info["size"] or 0, (stamp, info["size"] or 0))
+    # A datetime, or seconds, by the version of fsspec; without either a replaced object could not be told from the old.
+    seconds = created.timestamp() if hasattr(created, "timestamp") else created
+    mark = (int(seconds * 1_000_000), info["size"] or 0) if isinstance(seconds, (int, float)) else ()
+    return Entry(name, "file", info["size"] or 0, mark)

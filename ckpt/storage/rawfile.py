@@ -17,6 +17,7 @@ CHUNK = 8 << 20  # bytes a write call hands over: large enough for the device, s
 DIRECT_FROM = 4 << 20  # below it one buffered write and its fsync are quicker than setting up direct ones
 WRITERS = 2
 READERS = 2
+MAX_DEPTH = 64  # folders below each other that are removed; ours hold none, each level takes a handle
 MAX_VECTORS = 512  # buffers in one preadv; the kernel takes 1024 at most
 _RENAME_NOREPLACE = 1
 
@@ -245,19 +246,31 @@ def rename_new(source: str, target: str, parent: int) -> None:
     raise OSError(code, os.strerror(code), target)
 
 
-def remove_tree(name: str, parent: int, on_half: Callable[[], None] | None = None) -> None:
-    """Removes whatever stands at `name`: links themselves, never what they lead to."""
+def remove_tree(name: str, parent: int, on_half: Callable[[], None] | None = None, depth: int = 0) -> None:
+    """Removes whatever stands at `name`: links themselves, never what they lead to.
+
+    What cannot be removed does not keep the rest: the first error is raised at the end.
+    """
+    if depth > MAX_DEPTH:
+        raise OSError(errno.ELOOP, "folders are nested too deeply", name)
     info = os.stat(name, dir_fd=parent, follow_symlinks=False)
     if not stat.S_ISDIR(info.st_mode):
         os.unlink(name, dir_fd=parent)
         return
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    first: OSError | None = None
     try:
         for number, child in enumerate(sorted(os.listdir(fd))):
-            with contextlib.suppress(FileNotFoundError):
-                remove_tree(child, fd)
+            try:
+                remove_tree(child, fd, depth=depth + 1)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                first = first or error
             if number == 0 and on_half is not None:
                 on_half()
     finally:
         os.close(fd)
+    if first is not None:
+        raise first
     os.rmdir(name, dir_fd=parent)
