@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ckpt.capture.base import RestorePlan, SavedState, TensorInfo
 from ckpt.capture.state import Registry, capture, plan_restore
@@ -107,3 +108,46 @@ def concrete_subclasses(kind: type) -> Iterator[type]:
     for sub in kind.__subclasses__():
         yield sub
         yield from concrete_subclasses(sub)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 5)
+        self.third = nn.Linear(5, 2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def two_groups(model: Net, flip: bool) -> list[dict[str, Any]]:
+    decayed = {"params": [model.first.weight, model.second.weight, model.third.weight], "weight_decay": 0.1}
+    plain = {"params": [model.first.bias, model.second.bias, model.third.bias], "weight_decay": 0.0, "lr": 0.01}
+    if flip:
+        decayed["params"].reverse()
+        return [plain, decayed]
+    return [decayed, plain]
+
+
+def grown() -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.first.parameters(), lr=0.1)
+    train(model, optimizer, range(3))
+    optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.01})
+    train(model, optimizer, range(3, 5))
+    return model, optimizer

@@ -248,7 +248,7 @@ def _merge(live: Any, saved: Any, keep: frozenset[str]) -> Any:
         return live
     if isinstance(live, Optimizer) or is_function(live):
         return live
-    if type(live) in (list, tuple) and any(map(_is_live, live)) and isinstance(saved, (list, tuple)):
+    if isinstance(live, (list, tuple)) and _holds_function(live) and isinstance(saved, (list, tuple)):
         return _merge_items(live, saved, keep)
     if type(live) is dict and any(map(_is_live, live.values())) and isinstance(saved, Mapping):
         live.update({key: _merge(live.get(key), value, keep) for key, value in saved.items()})
