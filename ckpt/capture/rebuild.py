@@ -130,6 +130,8 @@ def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
         kind = numpy.dtype(payload[0])
         if kind.hasobject:
             raise ValueError("an object is no number")
+        if kind.itemsize == 0:
+            return kind.type()
         return numpy.frombuffer(base64.b64decode(payload[1], validate=True), kind.newbyteorder("<"))[0].astype(kind)
     raise CorruptCheckpointError(f"A stored value has the unknown tag {tag!r}.", kind="value")
 

@@ -122,7 +122,7 @@ def _checked(name: str, plan: RestorePlan, build: Callable[[], Any]) -> Any:
     except _VersionError as error:
         plan.problems.append(f"RNG of {name}: {error}")
         return None
-    except _DAMAGED as error:
+    except (*_DAMAGED, CorruptCheckpointError) as error:
         raise CorruptCheckpointError(
             f"The RNG state of {name} in step {plan.saved.step} is damaged: {error}.",
             kind="rng",
@@ -152,6 +152,8 @@ def _numpy(node: Json) -> Callable[[], None]:
 
     state = _numpy_dict(_plain(node))
     kind = state["bit_generator"]
+    if not isinstance(kind, str):
+        raise ValueError("its bit generator has no name")
     if kind != numpy.random.get_state(legacy=False)["bit_generator"]:
         raise _VersionError(f"it is a {kind}, which is not the global bit generator now")
     numpy.random.RandomState(getattr(numpy.random, kind)(0)).set_state(state)

@@ -142,5 +142,5 @@ def _same_kind(part: Part, plan: RestorePlan) -> bool:
     kind = plan.saved.parts[part.name].get("kind")
     if kind == part.kind:
         return True
-    plan.problems.append(f"{part.name} was saved as a {kind} and is registered as a {part.kind} now")
+    plan.problems.append(f"{part.name} was saved as {kind!r} and is registered as {part.kind!r} now")
     return False
