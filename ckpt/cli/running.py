@@ -100,9 +100,15 @@ def code_of(error: BaseException) -> int:
 
 
 def step_folder(path: str) -> tuple[Any, str]:
-    """(storage of the root, name) of the step's folder `path`; a usage error when it is a root."""
-    from ckpt.edges.opening import place_of
+    """(storage of the root, name) of the step's folder `path`, there or not; a usage error when it is a root."""
+    from ckpt.edges.opening import parent_of, place_of
+    from ckpt.format.names import parse_step_name
+    from ckpt.storage.open import open_storage
 
+    storage = open_storage(path)
+    root, name = parent_of(storage)
+    if root is not None and parse_step_name(name) is not None and storage.list() is None:
+        return root, name
     place = place_of(path)
     if place.folder is None:
         raise click.UsageError(f"{place.storage.url} is a run's root; give one of its step folders.")

@@ -68,7 +68,7 @@ def place_of(path: Any) -> Place:
     if isinstance(storage, LocalStorage):
         # A step reached through a link (runs/latest -> step-...) is known by the folder it is.
         storage = LocalStorage(os.path.realpath(storage.root))
-    parent, name = _parent(storage)
+    parent, name = parent_of(storage)
     if name.startswith((names.TMP_PREFIX, names.TRASH_PREFIX)):
         raise NotCommittedError(
             f"{storage.url} is what a save or a removal left behind, not a checkpoint.",
@@ -90,7 +90,7 @@ def place_of(path: Any) -> Place:
     return Place(storage, None)
 
 
-def _parent(storage: Storage) -> tuple[Storage | None, str]:
+def parent_of(storage: Storage) -> tuple[Storage | None, str]:
     """The storage one folder up, None where there is none, and the name of the folder in it."""
     if isinstance(storage, LocalStorage):
         above, name = os.path.split(storage.root)

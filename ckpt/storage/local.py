@@ -195,6 +195,11 @@ class LocalStorage(Storage):
                 raise
         return True
 
+    def supersede(self, source: str, target: str) -> None:
+        """Renames a file over whatever file stands at `target`; for files of other tools, never for a checkpoint's."""
+        with self._translated("rename", target), self._folder("") as fd:
+            os.replace(source, target, src_dir_fd=fd, dst_dir_fd=fd)
+
     def put_new(self, path: str, data: bytes) -> bool:
         raise StorageUnavailableError("A local root commits by renaming a folder.", path=self.root)
 

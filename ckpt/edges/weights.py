@@ -1,0 +1,225 @@
+"""`load_weights`: the weights of a checkpoint into any model whose names fit; never optimizer or RNG."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.capture.base import Phase, RestorePlan, SavedState, Target, TensorInfo
+from ckpt.capture.containers import ObjectPart, load
+from ckpt.capture.layout import settle_targets
+from ckpt.capture.module import ModulePart, escaped, walk
+from ckpt.capture.recognise import make_part
+from ckpt.capture.tensors import allocate
+from ckpt.commit.landing import bitwise_copy, land
+from ckpt.commit.roster import Scanner, StepFolder
+from ckpt.commit.stored import Stored, check_all, open_stored
+from ckpt.edges.opening import locate, path_of, place_of
+from ckpt.edges.progress import Progress, counted
+from ckpt.errors import CorruptCheckpointError, StateMismatchError
+from ckpt.format.names import unescape
+from ckpt.manager.options import Options
+from ckpt.manager.resuming import check_request, choose, saved_state
+from ckpt.storage.base import Storage
+
+log = logging.getLogger("ckpt")
+_HOLDS_WEIGHTS = ("module", "object")
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What `load_weights` did. loaded: names of the model's tensors that were filled; missing: those the checkpoint
+    lacks; unexpected: saved names the model has no place for; cast: (name, saved dtype, live dtype); skipped: (step,
+    reason) of newer steps that are damaged."""
+
+    step: int
+    path: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: tuple[tuple[str, str, str], ...]
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+def load_weights(
+    path: Any,
+    model: nn.Module,
+    *,
+    step: int | str = "latest",
+    name: str = "model",
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> WeightsReport:
+    """Fills `model` with the weights saved under the registered name `name`; reads and changes nothing else: no
+    optimizer, no RNG, no requires_grad, no train or eval mode.
+
+    Names are those of the model inside compile and DDP wrappers. The model's dtypes, devices and memory layout stay: a
+    saved tensor of another dtype is cast and listed. path: a root, of which step="latest" takes the newest sound step
+    (a damaged one is passed over with one WARNING, as in `resume`) and a number exactly that; or a step's folder.
+
+    The whole step is read and every digest compared before the first byte of the model changes; that takes host memory
+    for one more copy of the weights. strict: missing and unexpected names are errors.
+
+    Raises StateMismatchError (shapes that differ; names, when strict; an unknown `name`, listing those there are),
+    NotCommittedError, CorruptCheckpointError, StorageUnavailableError. On any of them the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if step in ("auto", "best"):
+        raise ValueError(f'step must be "latest" or a number, not {step!r}')
+    request = check_request(step, Options())
+    storage, candidates, skipped, fallback = _candidates(path, request)
+    attempts = list(skipped)
+    for number, reason in skipped:
+        log.warning("step %d in %s is damaged and passed over: %s", number, storage.url, reason)
+    for folder in candidates:
+        try:
+            return _load(storage, folder, model, name, strict, tuple(attempts), progress)
+        except CorruptCheckpointError as error:
+            if not fallback:
+                raise
+            attempts.append((folder.step, str(error)))
+            log.warning("step %d in %s is damaged and passed over: %s", folder.step, storage.url, error)
+    raise CorruptCheckpointError(
+        f"{storage.url} holds checkpoints, but none is sound.", attempts=attempts, path=storage.url, stage="load"
+    )
+
+
+def _candidates(path: Any, request: int | str) -> tuple[Storage, tuple[StepFolder, ...], Any, bool]:
+    place = place_of(path)
+    if place.folder is not None:
+        found = locate(path, step=request if isinstance(request, int) else None)
+        folder = Scanner(found.storage).look(found.folder.name) or found.folder
+        return found.storage, (folder,), (), False
+    choice = choose(Scanner(place.storage).scan(), request, Options(), place.storage.url)
+    assert choice is not None, '"latest" and a number give a step or raise'
+    return place.storage, choice.candidates, choice.skipped, choice.fallback
+
+
+def _load(
+    storage: Storage,
+    folder: StepFolder,
+    model: nn.Module,
+    name: str,
+    strict: bool,
+    skipped: tuple[tuple[int, str], ...],
+    progress: Progress | None,
+) -> WeightsReport:
+    stored = open_stored(storage, folder)
+    plan = _planned(saved_state(stored), model, name, strict)
+    casts = _take_casts(plan, model, name)
+    plan.check()
+    _fill(stored, plan, casts, progress)
+    cast = tuple((full, then, now) for full, then, now in casts.listed)
+    fqns = [target.name for target in plan.targets]
+    return WeightsReport(
+        step=stored.manifest.step,
+        path=path_of(storage, folder.name),
+        loaded=tuple(dict.fromkeys([*_short(name, fqns), *(full for full, _, _ in cast)])),
+        missing=_short(name, plan.missing),
+        unexpected=_short(name, plan.unexpected),
+        cast=cast,
+        skipped=skipped,
+    )
+
+
+def _short(name: str, full_names: Any) -> tuple[str, ...]:
+    return tuple(str(unescape(full.removeprefix(f"{name}/"))) for full in full_names)
+
+
+def _planned(saved: SavedState, model: nn.Module, name: str, strict: bool) -> RestorePlan:
+    """What is to be filled, compared with the model; nothing has changed."""
+    kind = saved.parts.get(name, {}).get("kind")
+    if kind not in _HOLDS_WEIGHTS:
+        there = [part for part, head in saved.parts.items() if head.get("kind") in _HOLDS_WEIGHTS]
+        why = "is not in it" if kind is None else f"is saved as a {kind}"
+        raise StateMismatchError(
+            f"Step {saved.step} holds no weights under the name {name!r}, which {why}; names with weights: "
+            f"{', '.join(there) or 'none'}.",
+            missing=(name,),
+            step=saved.step,
+            stage="load",
+        )
+    part = make_part(name, model)
+    if isinstance(part, ObjectPart) and kind == "module":
+        return _offered(saved, model, name, strict)
+    if isinstance(part, ModulePart):
+        # Whether parameters are trained is the script's choice here, so that the flags are "saved" as they are.
+        frozen = [fqn for fqn, tensor in walk(model).tensors if not tensor.requires_grad]
+        values = dict(saved.values.get(name) or {}) if kind == "module" else {}
+        parts = {**saved.parts, name: {**saved.parts[name], "kind": "module"}}
+        saved = replace(saved, parts=parts, values={**saved.values, name: {**values, "frozen": frozen}})
+    plan = RestorePlan(saved, strict)
+    part.plan(plan)
+    settle_targets(plan)
+    return plan
+
+
+def _offered(saved: SavedState, model: nn.Module, name: str, strict: bool) -> RestorePlan:
+    """A model with a `load_state_dict` of its own takes a plain model's weights its own way, or refuses them."""
+    plan = RestorePlan(saved, strict)
+    fresh = {full: allocate(info) for full, info in saved.tensors.items() if full.startswith(f"{name}/")}
+    plan.targets = [Target(full, tensor) for full, tensor in fresh.items()]
+    start = len(name) + 1
+
+    def put() -> None:
+        names = [full for full in saved.names[name] if saved.aliases.get(full, full) in fresh]
+        state = OrderedDict((str(unescape(full[start:])), fresh[saved.aliases.get(full, full)]) for full in names)
+        model.load_state_dict(state)
+
+    plan.later(Phase.MODULES, lambda: load(name, plan, put))
+    return plan
+
+
+@dataclass
+class _Casts:
+    """tensors: (stored name, saved kind, live tensor) of those that are filled through another dtype."""
+
+    listed: list[tuple[str, str, str]]
+    tensors: list[tuple[str, TensorInfo, torch.Tensor]]
+
+
+def _take_casts(plan: RestorePlan, model: nn.Module, name: str) -> _Casts:
+    """Dtypes that differ are no mismatch here: they leave the plan's list and are filled by casting."""
+    live = {f"{name}/{escaped(fqn)}": tensor for fqn, tensor in walk(model).tensors} if plan.dtype else {}
+    casts = _Casts([], [])
+    shapes = {full for full, _, _ in plan.shape}
+    kept = []
+    for full, then, now in plan.dtype:
+        info = plan.saved.info(full)
+        if info is None:
+            kept.append((full, then, now))
+            continue
+        casts.listed.append((str(unescape(full.removeprefix(f"{name}/"))), then, now))
+        if full in live and full not in shapes:
+            casts.tensors.append((plan.saved.aliases.get(full, full), info, live[full]))
+    plan.dtype[:] = kept
+    return casts
+
+
+def _fill(stored: Stored, plan: RestorePlan, casts: _Casts, progress: Progress | None) -> None:
+    """Everything is read and checked first; only then the model's memory changes."""
+    copies: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+    fresh: list[Target] = []
+    for target in plan.targets:
+        host = allocate(TensorInfo(str(target.tensor.dtype).removeprefix("torch."), tuple(target.tensor.shape)))
+        fresh.append(Target(target.name, host))
+        copies.append((target.tensor, host, False))
+    for stored_name, info, live in casts.tensors:
+        host = allocate(TensorInfo(info.dtype, info.shape))
+        fresh.append(Target(stored_name, host))
+        copies.append((live, host, True))
+    # Sound is a word about the whole step: the newest step whose every byte is right is the one that is taken.
+    check_all(stored, counted(progress, stored.manifest.bytes))
+    land(stored, fresh)
+    with torch.no_grad():
+        for live, host, cast in copies:
+            live.copy_(host) if cast else bitwise_copy(live, host)
+    if copies:
+        torch.autograd.graph.increment_version([live for live, _, _ in copies])
+    plan.apply({Phase.MODULES})
