@@ -174,3 +174,11 @@ def test_a_deep_value_met_on_a_deep_stack_is_still_our_error() -> None:
             only_ours({"value"}, decode, node)
 
     deeper(700)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SyntaxError, OverflowError, LookupError, RecursionError])
+def test_what_a_library_raises_at_a_payload_of_its_own_tags_is_damage(error: type[Exception]) -> None:
+    def leaf(tag: str, payload: Any) -> Any:
+        raise error(f"{tag} {payload}")
+
+    assert kind_of(decode, [{"$device": "nowhere:-1"}], leaf) == "value"
