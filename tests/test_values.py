@@ -176,9 +176,17 @@ def test_a_deep_value_met_on_a_deep_stack_is_still_our_error() -> None:
     deeper(700)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SyntaxError, OverflowError, LookupError, RecursionError])
+@pytest.mark.parametrize("error", [SyntaxError, OverflowError, LookupError, RecursionError])
 def test_what_a_library_raises_at_a_payload_of_its_own_tags_is_damage(error: type[Exception]) -> None:
     def leaf(tag: str, payload: Any) -> Any:
         raise error(f"{tag} {payload}")
 
     assert kind_of(decode, [{"$device": "nowhere:-1"}], leaf) == "value"
+
+
+def test_a_leaf_that_finds_no_memory_is_not_called_damage() -> None:
+    def leaf(tag: str, payload: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decode({"$tensor": "model/w"}, leaf)

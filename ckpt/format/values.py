@@ -177,8 +177,9 @@ def decode(node: Json, leaf: DecodeLeaf | None = None, depth: int = 0) -> Any:
             return leaf(tag, node[tag])
     except RecursionError:
         raise CorruptCheckpointError("A stored value is nested too deep.", kind="value") from None
+    # Not RuntimeError: a leaf that finds no memory for a tensor is no damage, and no older step would help.
     except (
-        ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, SyntaxError, struct.error,
+        ValueError, TypeError, LookupError, AttributeError, OverflowError, SyntaxError, struct.error,
     ) as error:  # fmt: skip
         raise CorruptCheckpointError(f"A stored value of tag {tag!r} is malformed: {error}.", kind="value") from error
     raise CorruptCheckpointError(f"A stored value has the unknown tag {tag[:80]!r}.", kind="value")
