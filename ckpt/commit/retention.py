@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ckpt import points
 from ckpt.commit.line import Line, best_of, manifest
 from ckpt.commit.roster import Pin, StepFolder
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageUnavailableError
 from ckpt.format import names
 from ckpt.storage.base import Storage
 
@@ -104,8 +104,12 @@ def remove_step(storage: Storage, folder: str) -> None:
     points.reach("remove.unpublish.before")
     if storage.abilities.renames_folders:
         trash = f"{names.TRASH_PREFIX}{folder}-{os.urandom(8).hex()}"
-        if not storage.publish(folder, trash):
-            return
+        try:
+            storage.publish(folder, trash)
+        except StorageUnavailableError:
+            if storage.stat(folder) is None:
+                return  # gone already: somebody else removed it
+            raise
         # Without it a power cut could bring back a step whose files are gone.
         storage.sync_folder()
     else:
