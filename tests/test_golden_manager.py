@@ -15,6 +15,8 @@ import reader_from_text as text
 import torch
 
 from ckpt import CheckpointManager
+from ckpt.capture.rebuild import decode_with
+from ckpt.errors import CorruptCheckpointError
 from ckpt.format.manifest import Manifest
 
 pytestmark = pytest.mark.quick
@@ -94,3 +96,22 @@ def test_it_resumes_into_fresh_objects_bit_for_bit(tmp_path: Path) -> None:
     progress = parts["progress"]
     assert progress["seen"] == (1, 2) and math.isinf(progress["best"]) and progress["array"].dtype == "int16"
     assert progress["table"][1].tolist() == [0, 1, 2] and progress["table"]["1"] == 2.5
+
+
+PAYLOADS: dict[str, list[Any]] = {
+    "$device": [0, -1, "", "x", "cpu:-1", "cuda:99999999999", None],
+    "$dtype": ["nn", "Tensor", "", None, 5],
+    "$size": [[-1.5], ["a"], 5],
+    "$ndarray": [["a", "<f4", [1 << 40]], ["a", "<f4", [-1]], ["a", "O", [1]], ["a", "(1,", [1]], ["a"], 5],
+    "$npscalar": [["float64", "AAA="], ["float64", ""], ["O", "AAAAAAAAAAA="], ["(1,", ""], "x", None],
+    "$npdtype": ["(1,", "bogus", 10**30],
+    "$u8": ["AAA", 5, None],
+    "$other": [1],
+}
+
+
+@pytest.mark.parametrize(("tag", "payload"), [(tag, each) for tag, listed in PAYLOADS.items() for each in listed])
+def test_a_malformed_payload_of_torch_or_numpy_is_damage(tag: str, payload: Any) -> None:
+    with pytest.raises(CorruptCheckpointError) as caught:
+        decode_with([{tag: payload}], lambda name, device: torch.empty(0, dtype=torch.uint8))
+    assert caught.value.kind == "value"

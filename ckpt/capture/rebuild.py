@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,7 @@ def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
     if tag == "$size":
         return torch.Size(payload)
     if tag == "$device":
-        return torch.device(payload)
+        return _torch_device(payload)
     if tag == "$u8":
         return unpack_bytes(payload)
     if tag == "$part":
@@ -134,6 +135,13 @@ def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
             return kind.type()
         return numpy.frombuffer(base64.b64decode(payload[1], validate=True), kind.newbyteorder("<"))[0].astype(kind)
     raise CorruptCheckpointError(f"A stored value has the unknown tag {tag!r}.", kind="value")
+
+
+def _torch_device(text: Json) -> torch.device:
+    try:
+        return torch.device(str(text))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -157,6 +165,9 @@ def _array(payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
     if tensor is ABSENT:
         return tensor
     raw = tensor.numpy()
+    # Before `numpy.empty`: a shape that lies about an empty tensor would ask for any amount of memory.
+    if raw.nbytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{raw.nbytes} bytes are no array of shape {shape}")
     return raw.view(dtype).reshape(shape) if raw.size else numpy.empty(shape, dtype)
 
 
