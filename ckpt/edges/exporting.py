@@ -102,7 +102,7 @@ def _split(out: Any, extension: str, overwrite: bool) -> tuple[str, str]:
     if fs is not None or "://" in place:
         raise ValueError(f"out must be a local path, not {place}")
     if os.path.lexists(place) and not overwrite:
-        raise FileExistsError(f"{place} is there already; pass overwrite=True to replace it")
+        raise FileExistsError(f"{place} is there already; overwrite=True (--overwrite) replaces it")
     if os.path.isdir(place) or not os.path.splitext(place)[1]:
         return f"model.{extension}", place
     return os.path.basename(place), os.path.dirname(place)

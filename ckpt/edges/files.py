@@ -28,7 +28,7 @@ def put_files(folder: str, targets: Sequence[Target], overwrite: bool) -> tuple[
     if not overwrite:
         for path in paths:
             if os.path.lexists(path):
-                raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
+                raise FileExistsError(f"{path} is there already; overwrite=True (--overwrite) replaces it")
     drafts: list[str] = []
     try:
         for target in targets:
@@ -42,7 +42,7 @@ def put_files(folder: str, targets: Sequence[Target], overwrite: bool) -> tuple[
             if overwrite:
                 storage.supersede(draft, target.name)
             elif not storage.publish(draft, target.name):
-                raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
+                raise FileExistsError(f"{path} is there already; overwrite=True (--overwrite) replaces it")
             drafts.remove(draft)
         storage.sync_folder()
     finally:

@@ -115,17 +115,23 @@ def _load(
     casts = _take_casts(plan, model, name)
     plan.check()
     _fill(stored, plan, casts, progress)
-    cast = tuple((full, then, now) for full, then, now in casts.listed)
-    fqns = [target.name for target in plan.targets]
+    cast = tuple(casts.listed)
+    filled = {target.name for target in plan.targets} | {stored_name for stored_name, _, _ in casts.tensors}
+    aliases = plan.saved.aliases
+    fqns = [full for full in _names(plan.saved, name) if aliases.get(full, full) in filled]
     return WeightsReport(
         step=stored.manifest.step,
         path=path_of(storage, folder.name),
-        loaded=tuple(dict.fromkeys([*_short(name, fqns), *(full for full, _, _ in cast)])),
+        loaded=_short(name, fqns),
         missing=_short(name, plan.missing),
         unexpected=_short(name, plan.unexpected),
         cast=cast,
         skipped=skipped,
     )
+
+
+def _names(saved: SavedState, name: str) -> list[str]:
+    return [full for full in saved.names[name.partition("/")[0]] if full.startswith(f"{name}/")]
 
 
 def _short(name: str, full_names: Any) -> tuple[str, ...]:
@@ -137,6 +143,7 @@ def _planned(saved: SavedState, model: nn.Module, name: str, strict: bool) -> Re
     kind = saved.parts.get(name, {}).get("kind")
     if kind not in _HOLDS_WEIGHTS:
         there = [part for part, head in saved.parts.items() if head.get("kind") in _HOLDS_WEIGHTS]
+        there = [part for part in there if any(full.startswith(f"{part}/") for full in saved.tensors)]
         why = "is not in it" if kind is None else f"is saved as a {kind}"
         raise StateMismatchError(
             f"Step {saved.step} holds no weights under the name {name!r}, which {why}; names with weights: "
@@ -168,7 +175,7 @@ def _offered(saved: SavedState, model: nn.Module, name: str, strict: bool) -> Re
     start = len(name) + 1
 
     def put() -> None:
-        names = [full for full in saved.names[name] if saved.aliases.get(full, full) in fresh]
+        names = [full for full in _names(saved, name) if saved.aliases.get(full, full) in fresh]
         state = OrderedDict((str(unescape(full[start:])), fresh[saved.aliases.get(full, full)]) for full in names)
         model.load_state_dict(state)
 
