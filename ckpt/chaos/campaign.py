@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections import deque
@@ -21,7 +22,16 @@ from ckpt.chaos.record import METRIC, Key
 from ckpt.chaos.runs import Cancelled, Run, Start
 
 MAX_TRIES = 4  # processes in which a kill may fail to strike before its point counts as not reached
-Say = Callable[[str], None]
+
+
+class Watcher:
+    """Is told how the campaign goes, from any thread; this one is silent."""
+
+    def done(self, text: str) -> None:
+        """A run ended."""
+
+    def struck(self, kills: int, total: int) -> None:
+        """`kills` of `total` planned kills have struck."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +49,20 @@ class Settings:
 
 
 class Campaign:
-    """`run` does it all. `work`: an empty folder; `say` is told each thing that was done, from any thread."""
+    """`run` does it all. work: an empty folder; keep: leave the folders of runs that ended well."""
 
-    def __init__(self, launcher: Launcher, settings: Settings, work: Path, say: Say = lambda text: None) -> None:
+    def __init__(
+        self, launcher: Launcher, settings: Settings, work: Path, watcher: Watcher | None = None, *, keep: bool = True
+    ) -> None:
         self.launcher = launcher
         self.settings = settings
         self.work = work
-        self.say = say
+        self.watcher = watcher or Watcher()
+        self.keep = keep
         self.stop = threading.Event()
         self.outcome = Outcome(settings.seed)
         self._lock = threading.Lock()
+        self._struck = self._planned = 0
         self._jobs = settings.jobs if launcher.parallel and settings.compare is None else 1
 
     def run(self) -> Outcome:
@@ -68,7 +82,7 @@ class Campaign:
             queue.extend(plans.chains(again, measured) if again and not self.outcome.problems else ())
         self._conclude()
         self.outcome.runs = number
-        self.outcome.kills.sort(key=lambda kill: (kill.run, kill.restarts))
+        self.outcome.kills.sort(key=lambda kill: kill.run)  # stable: within a run in the order of time
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
 
@@ -118,6 +132,8 @@ class Campaign:
             if listed:
                 self.outcome.notes.append(f"metrics that differ without faults are not compared: {', '.join(listed)}")
         self.outcome.saves = measured.saves
+        if not self.keep:
+            shutil.rmtree(runs[1].folder)
         return first, measured, ignored
 
     def _clean_run(self, job: tuple[int, Run]) -> Ending:
@@ -131,7 +147,7 @@ class Campaign:
         if oracle.findings:
             raise CleanRunsFailed(f"Without any fault: {oracle.findings[0].text}", path=str(run.folder))
         saves = sum(1 for process in start.processes for _ in process.of("ack"))
-        self.say(f"run without faults {number} of 2: {saves} saves in {start.seconds:.1f} s")
+        self.watcher.done(f"run without faults {number} of 2: {saves} saves in {start.seconds:.1f} s")
         return ending
 
     def _artefact(self, run: Run) -> Path | None:
@@ -144,7 +160,9 @@ class Campaign:
         asked = self.settings.points
         self.outcome.wanted = reachable if asked is None else asked
         self.outcome.unreached = tuple(name for name in plans.ORDER if name not in reachable)
-        return plans.draw(measured, self.settings.kills, self.outcome.wanted, self.settings.seed)
+        drawn = plans.draw(measured, self.settings.kills, self.outcome.wanted, self.settings.seed)
+        self._planned = len(drawn)
+        return drawn
 
     def _faulty(
         self, number: int, chain: Sequence[Plan], clean: Ending, measured: Measured, ignored: frozenset[Key]
@@ -165,7 +183,10 @@ class Campaign:
             before, newest = newest, max(oracle.look([one.processes for one in run.starts]).values(), default=0)
             problem = start.problem() or "; ".join(finding.text for finding in oracle.findings)
             if start.claim is not None and plan is not None:
-                made.append(self._record(number, plan, start, len(run.starts), before, problem))
+                made.append(self._record(number, plan, start, before, problem))
+                with self._lock:
+                    self._struck += 1
+                self.watcher.struck(self._struck, self._planned)
             elif plan is not None:
                 missed.append(plan)
             if problem:
@@ -187,22 +208,20 @@ class Campaign:
     def _limit(self, measured: Measured) -> float:
         return self.settings.timeout if self.settings.timeout is not None else 60 + 10 * measured.whole_s
 
-    def _record(
-        self, number: int, plan: Plan, start: Start, restarts: int, newest: int, problem: str
-    ) -> KillRecord:
+    def _record(self, number: int, plan: Plan, start: Start, newest: int, problem: str) -> KillRecord:
         claim = start.claim
         assert claim is not None
         step = claim.step or newest  # killed before it resumed
         return KillRecord(
-            number, plan.target, claim.point, claim.after, claim.inside, step, claim.pid, None, restarts, problem
+            number, plan.target, claim.point, claim.after, claim.inside, step, claim.pid, None, 0, problem
         )
 
     def _resumed(self, made: list[KillRecord], start: Start) -> None:
-        """Writes what this start resumed into the kills before it."""
+        """Writes what this start resumed into the kills that still waited for a resume."""
         steps = [event["step"] for process in start.processes for event in process.of("resumed")]
         for index, kill in enumerate(made):
-            if kill.resumed is None and steps:
-                made[index] = replace(kill, resumed=steps[0])
+            if kill.resumed is None:
+                made[index] = replace(kill, resumed=steps[0] if steps else None, restarts=kill.restarts + 1)
 
     def _failed(self, number: int, made: list[KillRecord], start: Start, oracle: Oracle) -> None:
         where = f"run {number}, after {made[-1].point} at step {made[-1].step}" if made else f"run {number}"
@@ -236,7 +255,9 @@ class Campaign:
                 if event["exactness"].startswith("changed")
             }
             outcome.notes += sorted(changed - set(outcome.notes))
-        self.say(f"run {number}: {len(made)} kills, {len(run.starts)} processes, {state}")
+        if run.starts[-1].finished and not different and not self.keep:
+            shutil.rmtree(run.folder)
+        self.watcher.done(f"run {number}: {len(made)} kills, {len(run.starts)} processes, {state}")
 
     def _conclude(self) -> None:
         outcome = self.outcome

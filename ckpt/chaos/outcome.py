@@ -27,8 +27,8 @@ class CleanRunsFailed(CheckpointError):
 @dataclass(frozen=True)
 class KillRecord:
     """One SIGKILL that struck. target: the row it belongs to; point: where it struck; after: the last named point
-    before; step: of the save under way, else the last one; resumed: the step the next process resumed, None when it
-    started afresh; restarts: starts of its run after the first, up to and with the one that followed this kill."""
+    before; step: of the save under way, else the last one; resumed: the step that was resumed next (0: a fresh start,
+    None: no process came so far); restarts: starts it took until then, more than one where the next was killed too."""
 
     run: int
     target: str
