@@ -14,6 +14,7 @@ import pytest
 import reader_from_text as text
 import torch
 
+import ckpt
 from ckpt import CheckpointManager
 from ckpt.capture.rebuild import decode_with
 from ckpt.errors import CorruptCheckpointError
@@ -98,6 +99,20 @@ def test_it_resumes_into_fresh_objects_bit_for_bit(tmp_path: Path) -> None:
     assert progress["table"][1].tolist() == [0, 1, 2] and progress["table"]["1"] == 2.5
 
 
+def test_ckpt_read_gives_the_tree_of_it() -> None:
+    tree = ckpt.read(GOLDEN)
+    stored = text.read(str(GOLDEN), FOLDER)
+    weight = tree["model"]["conv.weight"]
+    kept = stored.tensors["model/conv.weight"]
+    assert isinstance(kept, text.Tensor)
+    assert bytes(weight.contiguous().reshape(-1).view(torch.uint8).tolist()) == kept.data
+    assert weight.stride() == (27, 1, 9, 3)
+    assert tree["model"]["tied.weight"].data_ptr() == tree["model"]["head.weight"].data_ptr()
+    assert set(tree["optimizer"]["state"]["conv.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert tree["optimizer"]["param_groups"][0]["params"] == ["conv.weight"]
+    assert tree["progress"]["history"] == {"a": [1.5, None]}
+
+
 PAYLOADS: dict[str, list[Any]] = {
     "$device": [0, -1, "", "x", "cpu:-1", "cuda:99999999999", None],
     "$dtype": ["nn", "Tensor", "", None, 5],
@@ -115,3 +130,21 @@ def test_a_malformed_payload_of_torch_or_numpy_is_damage(tag: str, payload: Any)
     with pytest.raises(CorruptCheckpointError) as caught:
         decode_with([{tag: payload}], lambda name, device: torch.empty(0, dtype=torch.uint8))
     assert caught.value.kind == "value"
+
+
+@pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_ckpt_read_gives_every_dtype_and_value_of_the_hand_made_one() -> None:
+    root = GOLDEN.parent / "v1-types"
+    tree, stored = ckpt.read(root), text.read(str(root), "step-00000007")
+    for name, kept in stored.tensors.items():
+        if name.startswith("model/dtype."):
+            tensor = tree["model"][name.removeprefix("model/")]
+            assert isinstance(kept, text.Tensor) and str(tensor.dtype) == f"torch.{kept.dtype}"
+            assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == kept.data
+    assert tree["model"]["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+    assert tree["model"]["caf\u00e9 /%\U0001f600"].shape == (3,)
+    assert tree["model"]["sparse"].is_sparse and tree["model"]["quantized"].q_zero_point() == 3
+    assert tree["extra"]["raw"]["composite"].layout is torch.sparse_csr
+    assert tree["extra"]["keys"] == stored.values[0]["extra"]["keys"]
+    assert tree["extra"]["raw"]["big_endian"].dtype == ">i2"

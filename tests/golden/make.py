@@ -6,6 +6,7 @@ Ids, times and bytes are fixed: a difference means that today's code writes a fo
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -26,8 +27,18 @@ RUN = "00112233445566778899aabbccddeeff"
 ENVIRONMENT = {"ckpt": "0.1.0", "torch": "2.13.0", "python": "3.11.9", "threads": 1, "deterministic": False}
 
 
+# Positions of sparse tensors, which have to fit their shapes.
+POSITIONS = {
+    "model/sparse/indices": (0, 1, 0, 299),
+    "extra/raw/csr/outer": (0, 1, 2, 2),
+    "extra/raw/csr/inner": (7, 299),
+}
+
+
 def fill(name: str, dtype: str, count: int) -> bytes:
     """The bytes of a tensor: a function of its name alone, so that a swap shows."""
+    if name in POSITIONS:
+        return struct.pack(f"<{count}q", *POSITIONS[name])
     start = sum(name.encode())
     size = count * ITEMSIZE[dtype]
     return bytes((start + 7 * i) & (1 if dtype == "bool" else 0xFF) for i in range(size))
@@ -200,22 +211,13 @@ VALUES: dict[str, Any] = {
     "range": range(0, 10, 3),
 }
 RAW: dict[str, Any] = {
-    "tensor": {"$tensor": "extra/raw/tensor"},
-    "tensor_elsewhere": {"$tensor": ["extra/raw/tensor_elsewhere", "cuda:1"]},
-    "composite": {"$tensor": "extra/raw/csr"},
-    "array": {"$ndarray": "extra/raw/array"},
-    "big_endian": {"$ndarray": ["extra/raw/big_endian", ">i2", [2, 2]]},
-    "dtype": {"$dtype": "bfloat16"},
-    "size": {"$size": [2, 3]},
-    "device": {"$device": "cuda:0"},
-    "npscalar": {"$npscalar": ["float64", "AAAAAAAA+D8="]},
-    "npscalar_text": {"$npscalar": ["<U2", "YQAAAGIAAAA="]},
-    "npdtype": {"$npdtype": "<f4"},
-    "u8": {"$u8": "AAEC/w=="},
+    "tensor": {"$tensor": "extra/raw/tensor"}, "elsewhere": {"$tensor": ["extra/raw/elsewhere", "cuda:1"]},
+    "composite": {"$tensor": "extra/raw/csr"}, "array": {"$ndarray": "extra/raw/array"},
+    "big_endian": {"$ndarray": ["extra/raw/big_endian", ">i2", [2, 2]]}, "dtype": {"$dtype": "bfloat16"},
+    "size": {"$size": [2, 3]}, "device": {"$device": "cuda:0"}, "npscalar": {"$npscalar": ["float64", "AAAAAAAA+D8="]},
+    "npscalar_text": {"$npscalar": ["<U2", "YQAAAGIAAAA="]}, "npdtype": {"$npdtype": "<f4"}, "u8": {"$u8": "AAEC/w=="},
     "enum": {"$enum": {"$tuple": [1, "red"]}},
-}
-
-
+}  # fmt: skip
 MT19937 = {"key": {"words": "<u4", "bytes": bytes(2496)}, "pos": 624}
 
 
@@ -237,7 +239,7 @@ def types() -> dict[str, bytes]:
         "optimizer/state/conv.weight/step": Tensor("float32", (), file=1),
         "optimizer/groups/0/lr": Tensor("float64", (), file=1),
         "extra/raw/tensor": Tensor("float32", (2,), file=1),
-        "extra/raw/tensor_elsewhere": Tensor("int64", (), file=1),
+        "extra/raw/elsewhere": Tensor("int64", (), file=1),
         "extra/raw/array": Tensor("float64", (2, 2), file=1),
         "extra/raw/big_endian": Tensor("uint8", (8,), file=1),
     }
@@ -337,7 +339,7 @@ GOLDENS = {"v1-example": example, "v1-types": types, "v1-ranks": ranks, "v1-shar
 
 def main() -> int:
     for name, build in GOLDENS.items():
-        for path, data in build().items() if not (HERE / name).exists() else ():
+        for path, data in () if (HERE / name).exists() else build().items():
             target = HERE / name / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
