@@ -113,7 +113,7 @@ def _state(screen: Screen, found: Inspection) -> None:
     if found.rng:
         lines.append(("rng", ", ".join(clean(name) for name in found.rng)))
     if not any(part.kind == "optimizer" for part in found.parts.values()):
-        lines.append(("", screen.style("no optimizer in it: weights to use, not a run to resume", "dim")))
+        lines.append(("optimizer", screen.style("none in it: a run that has one cannot go on from here", "dim")))
     screen.heading("Where training stood")
     label = max((width_of(clean(name)) for name, _ in lines), default=0)
     label = min(label, 24)

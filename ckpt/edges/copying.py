@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.commit.attempt import FolderAttempt
@@ -59,6 +59,9 @@ def copy(source: Any, target: Any, *, step: int | None = None, progress: Progres
     )
     assert manifest is not None
     record = full.manifest
+    if any(entry.source is not None for entry in record.files):
+        # What an earlier step's folder holds comes along, so that the copy stands on its own.
+        manifest = replace(record, files=tuple(replace(entry, source=None) for entry in record.files)).encode()
     report = CopyReport(record.step, found.path, path_of(storage, name), record.bytes, True)
     if storage.stat(name) is not None:
         _same_or_raise(storage, name, manifest, record.step)

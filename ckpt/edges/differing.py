@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.commit.stored import Stored
 from ckpt.edges.arrays import CHUNK, INTEGERS, elements, read_bytes
 from ckpt.edges.leaves import leaves
-from ckpt.edges.opening import locate
+from ckpt.edges.opening import locate, rank_view
 from ckpt.edges.progress import Progress, counted
 from ckpt.format import jsontext
 from ckpt.format.dtypes import ITEMSIZE
@@ -152,7 +152,7 @@ def _compare(
     import numpy
 
     dtype = one.manifest.tensors.dtypes[i]
-    first, second = read_bytes(one, i, told), read_bytes(other, j, told)
+    first, second = read_bytes(rank_view(one), i, told), read_bytes(rank_view(other), j, told)
     if numpy.array_equal(first, second):
         return None
     largest: float | None = None

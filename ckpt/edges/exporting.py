@@ -13,7 +13,7 @@ from ckpt.commit.stored import Stored
 from ckpt.commit.transfer import Landing, receive
 from ckpt.edges.arrays import read_bytes
 from ckpt.edges.files import Target, put_files
-from ckpt.edges.opening import locate
+from ckpt.edges.opening import locate, rank_view
 from ckpt.edges.progress import Progress, Told, counted
 from ckpt.errors import StateMismatchError, UnsupportedStateError
 from ckpt.format.dtypes import HEADER_ITEMSIZE, ITEMSIZE, header_entry
@@ -72,7 +72,7 @@ def export(
         raise ValueError("this version cannot write the dcp format yet; use safetensors or torch")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be 1 or more, not {max_shard_bytes}")
-    stored = locate(path, step=step).stored()
+    stored = rank_view(locate(path, step=step).stored())
     stem, folder = _split(out, "safetensors" if format == "safetensors" else "pt", overwrite)
     weights = _weights(stored, name)
     if format == "torch":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.commit.stored import Stored
 from ckpt.edges.leaves import facts
-from ckpt.edges.opening import locate
+from ckpt.edges.opening import locate, rank_view
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.manifest import Manifest, Parent, TensorTable
 from ckpt.format.values import Json, encode_float
@@ -137,7 +137,7 @@ def inspect(path: Any, *, key: str | None = None, tensors: bool = False, step: i
     if name is not None:
         from ckpt.edges import statistics as room
 
-        statistics = room.statistics(stored, name)
+        statistics = room.statistics(rank_view(stored), name)
     pin = found.pins.get(record.step)
     values = stored.indexes[0].values
     roster = found.roster

@@ -54,6 +54,21 @@ class Found:
         return open_stored(self.storage, full)
 
 
+def rank_view(stored: Stored, rank: int = 0) -> Stored:
+    """The step as one rank sees it: of a tensor that each rank keeps for itself, only that rank's piece."""
+    table, groups = stored.manifest.tensors, stored.manifest.groups
+    own = {number for number, group in enumerate(table.groups) if groups[group].kind == "per-rank"}
+    if not own:
+        return stored
+    view = replace(stored)
+    mine = {
+        number: [source for source in found if number not in own or source.rank == rank] or found
+        for number, found in stored.sources.items()
+    }
+    vars(view)["sources"] = mine  # in the place of the cached property
+    return view
+
+
 def path_of(storage: Storage, folder: str) -> str:
     return f"{storage.url}/{folder}" if folder else storage.url
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckpt.capture.tensors import allocate
 from ckpt.commit.landing import land
 from ckpt.commit.stored import Stored
 from ckpt.edges.inspecting import near
-from ckpt.edges.opening import locate
+from ckpt.edges.opening import locate, rank_view
 from ckpt.edges.progress import Progress, counted
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.values import spell
@@ -43,12 +43,13 @@ def read(
     """
     if keys is not None and not isinstance(keys, str) and not all(isinstance(key, str) for key in keys):
         raise TypeError(f"keys must be a pattern or a sequence of patterns, not {keys!r}")
-    stored = locate(path, step=step).stored()
+    stored = rank_view(locate(path, step=step).stored())
     saved = saved_state(stored)
     if keys is None:
         return build_tree(saved, fetch(stored, saved, list(saved.tensors), progress))
-    fits = _matcher(saved, [keys] if isinstance(keys, str) else list(keys))
-    return build_tree(saved, fetch(stored, saved, _wanted(saved, fits), progress), fits)
+    paths = leaf_paths(saved)
+    fits = _Fits(paths, [keys] if isinstance(keys, str) else list(keys))
+    return build_tree(saved, fetch(stored, saved, _wanted(saved, paths, fits), progress), fits)
 
 
 def fetch(
@@ -61,55 +62,49 @@ def fetch(
     return tensors
 
 
-def _matcher(saved: SavedState, patterns: list[str]) -> Callable[[str], bool]:
-    """Whether a path, or the path of a node above it, fits one of the patterns. Each must fit some leaf."""
-    paths = leaf_paths(saved)
-    used: set[str] = set()
-    known: dict[str, bool] = {}
+class _Fits:
+    """Whether a path, or the path of a node above it, fits one of the patterns. Each must fit something."""
 
-    def fits(path: str) -> bool:
-        if path not in known:
-            found = [pattern for pattern in patterns if fnmatchcase(path, pattern)]
-            used.update(found)
+    def __init__(self, paths: list[str], patterns: list[str]) -> None:
+        self._patterns = patterns
+        self._known: dict[str, bool] = {}
+        for pattern in patterns:
+            if not any(fnmatchcase(node, pattern) for node in dict.fromkeys(_with_above(paths))):
+                raise KeyError(f"nothing in the checkpoint fits {pattern!r}{near(pattern, paths)}")
+
+    def __call__(self, path: str) -> bool:
+        if path not in self._known:
             above = path.rpartition("/")[0]
-            known[path] = bool(found) or (bool(above) and fits(above))
-        return known[path]
+            fits = any(fnmatchcase(path, pattern) for pattern in self._patterns)
+            self._known[path] = fits or (bool(above) and self(above))
+        return self._known[path]
 
+
+def _with_above(paths: Iterable[str]) -> Iterator[str]:
     for path in paths:
         while path:
-            used.update(pattern for pattern in patterns if pattern not in used and fnmatchcase(path, pattern))
+            yield path
             path = path.rpartition("/")[0]
-    unused = [pattern for pattern in patterns if pattern not in used]
-    if unused:
-        raise KeyError(f"nothing in the checkpoint fits {unused[0]!r}{near(unused[0], paths)}")
-    return fits
 
 
-def _wanted(saved: SavedState, fits: Callable[[str], bool]) -> list[str]:
+def _wanted(saved: SavedState, paths: list[str], fits: _Fits) -> list[str]:
     """The stored names of all tensors that a leaf of the kept tree is made of."""
     names = {saved.aliases.get(name, name) for name in (*saved.tensors, *saved.aliases) if fits(name)}
-    # A tensor inside a value may lie under another path than its name: it is known by the object that stands for it.
-    marks = _Marks(saved)
-    for path, leaf in _leaves(build_tree(saved, marks), ()):
-        if isinstance(leaf, torch.Tensor) and id(leaf) in marks.names and fits(spell(path)):
-            names.add(marks.names[id(leaf)])
+    # A tensor inside a value may lie under another path than its name: it is known by the memory that stands for it.
+    leaves, inner = set(paths), tuple(f"{name}/" for name in saved.composites)
+    odd = [name for name in saved.tensors if name not in leaves and not (inner and name.startswith(inner))]
+    marks = {name: allocate(saved.tensors[name]) for name in odd}
+    name_of = {tensor.data_ptr(): name for name, tensor in marks.items() if tensor.numel()}
+    for path, leaf in _leaves(build_tree(saved, marks), ()) if marks else ():
+        address = leaf.data_ptr() if isinstance(leaf, torch.Tensor) else _address(leaf)
+        if address in name_of and fits(spell(path)):
+            names.add(name_of[address])
     return [name for name in saved.tensors if name in names]
 
 
-class _Marks(dict[str, torch.Tensor]):
-    """An empty tensor for each stored one; those of composites are missing, since they would not fit together."""
-
-    def __init__(self, saved: SavedState) -> None:
-        super().__init__()
-        self._inner = tuple(f"{name}/" for name in saved.composites)
-        self.names: dict[int, str] = {}
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        if self._inner and name.startswith(self._inner):
-            raise KeyError(name)
-        mark = self[name] = torch.empty(0, dtype=torch.uint8)
-        self.names[id(mark)] = name
-        return mark
+def _address(leaf: Any) -> int | None:
+    interface = getattr(leaf, "__array_interface__", None)
+    return interface["data"][0] if isinstance(interface, dict) and interface.get("data") else None
 
 
 def _leaves(node: Any, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], Any]]:

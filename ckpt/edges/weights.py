@@ -19,7 +19,7 @@ from ckpt.capture.tensors import allocate
 from ckpt.commit.landing import bitwise_copy, land
 from ckpt.commit.roster import Scanner, StepFolder
 from ckpt.commit.stored import Stored, check_all, open_stored
-from ckpt.edges.opening import locate, path_of, place_of
+from ckpt.edges.opening import locate, path_of, place_of, rank_view
 from ckpt.edges.progress import Progress, counted
 from ckpt.errors import CorruptCheckpointError, StateMismatchError
 from ckpt.format.names import unescape
@@ -110,7 +110,7 @@ def _load(
     skipped: tuple[tuple[int, str], ...],
     progress: Progress | None,
 ) -> WeightsReport:
-    stored = open_stored(storage, folder)
+    stored = rank_view(open_stored(storage, folder))
     plan = _planned(saved_state(stored), model, name, strict)
     casts = _take_casts(plan, model, name)
     plan.check()
