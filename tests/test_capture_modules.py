@@ -254,6 +254,19 @@ def test_a_module_that_refuses_its_state_raises_our_error() -> None:
         resume(save(model=nn.ModuleDict({"r": Renaming()})), model=nn.ModuleDict({"r": Grumpy()}))
 
 
+def test_the_saved_layout_wins_in_a_module_that_loads_itself_too() -> None:
+    """TENSOR-08"""
+
+    def hooked() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(2, 3, 3))
+        model.register_load_state_dict_post_hook(lambda module, keys: None)
+        return model
+
+    model, live = hooked().to(memory_format=torch.channels_last), hooked()
+    resume(save(model=model), model=live)
+    assert parameter_bits(live) == parameter_bits(model)
+
+
 def test_a_custom_module_is_compared_before_anything_changes_where_it_cannot_rename() -> None:
     def hooked(width: int) -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width))

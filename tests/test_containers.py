@@ -98,6 +98,11 @@ def test_half_a_pair_is_told_as_such() -> None:
         Registry().register("x", HalfPair())
 
 
+def test_a_plain_loader_is_refused_and_told_of_one_that_resumes() -> None:
+    with pytest.raises(UnsupportedStateError, match="ResumableLoader"):
+        Registry().register("loader", torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+
+
 def test_an_object_deep_in_a_container_is_refused_by_its_path() -> None:
     with pytest.raises(UnsupportedStateError) as caught:
         Registry().register("bag", {"a/b": [nn.Linear(1, 1), {"lock": threading.Lock()}]})

@@ -81,6 +81,7 @@ class ContainerPart:
         self.name = name
         self._tree = tree
         self._make = make
+        self._made: dict[str, tuple[Any, Part]] = {}
         self._walk()  # refuses at registration what cannot be held
 
     def _walk(self) -> tuple[Any, dict[str, Part], dict[str, Any]]:
@@ -102,9 +103,12 @@ class ContainerPart:
             tree = {key: self._skeleton(item, (*path, key), parts, objects) for key, item in node.items()}
             return OrderedDict(tree) if type(node) is OrderedDict else tree
         name = spell(path)
-        part = self._make(name, node)
+        known = self._made.get(name)
+        # A part may remember what it has warned of or restored: the same object keeps its part.
+        part = known[1] if known is not None and known[0] is node else self._make(name, node)
         if part is None:
             return node
+        self._made[name] = (node, part)
         parts[name], objects[name] = part, node
         return PartReference(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -18,16 +19,24 @@ def settle_targets(plan: RestorePlan) -> None:
     shows its memory: kernels and fused optimizers go by it. Expanded tensors are filled through a dense copy.
     """
     plan.targets[:] = _untied(plan)
-    users: dict[int, int] = {}
-    for target in plan.targets:
-        if target.tensor.layout is torch.strided:
-            users[address(target.tensor)] = users.get(address(target.tensor), 0) + 1
-    changed: list[str] = []
+    strides: dict[tuple[object, ...], tuple[int, ...]] = {}
+    odd: list[tuple[Target, TensorInfo]] = []
     for target in plan.targets:
         info = plan.saved.tensors[target.name]
+        layout = (info.shape, info.dim_order)
+        if layout not in strides:
+            strides[layout] = dense_strides(info.shape, info.dim_order)
+        if _is_strided(target.tensor) and target.tensor.stride() != strides[layout]:
+            odd.append((target, info))
+    if odd:
+        _settle_layouts(plan, odd)
+
+
+def _settle_layouts(plan: RestorePlan, odd: list[tuple[Target, TensorInfo]]) -> None:
+    users = Counter(address(target.tensor) for target in plan.targets if _is_strided(target.tensor))
+    changed: list[str] = []
+    for target, info in odd:
         live = target.tensor
-        if not _is_strided(live) or live.stride() == dense_strides(info.shape, info.dim_order):
-            continue
         if has_zero_strides(live):
             _fill_expanded(plan, target, info)
         elif info.dim_order != dim_order_of(live) and owns_storage(live) and users[address(live)] == 1:
@@ -40,21 +49,28 @@ def settle_targets(plan: RestorePlan) -> None:
 
 def _untied(plan: RestorePlan) -> list[Target]:
     kept: list[Target] = []
-    seen: dict[tuple[object, ...], Target] = {}
+    seen: dict[int, list[Target]] = {}
     for target in plan.targets:
         live = target.tensor
         if not _is_strided(live) or live.numel() == 0:
             kept.append(target)
             continue
-        key = (live.data_ptr(), live.shape, live.stride(), live.dtype, live.device, live.is_conj(), live.is_neg())
-        first = seen.setdefault(key, target)
-        if first is target:
+        others = seen.setdefault(live.data_ptr(), [])
+        first = next((other for other in others if _is_same(other.tensor, live)), None)
+        if first is None:
+            others.append(target)
             kept.append(target)
         elif first.name != target.name:
-            plan.problems.append(
-                f"{first.name} and {target.name} are tied (one memory) now and were saved as two tensors"
-            )
+            plan.problems.append(f"{first.name} and {target.name} are tied (one memory) now and were saved as two")
     return kept
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (
+        (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
 
 
 def address(tensor: torch.Tensor) -> int:

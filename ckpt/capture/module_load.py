@@ -12,6 +12,7 @@ from torch import nn
 from ckpt.capture import composite
 from ckpt.capture.base import Phase, RestorePlan
 from ckpt.capture.containers import load
+from ckpt.capture.layout import match_layout
 from ckpt.capture.module import Custom, Walk, escaped, unwrap, walk
 from ckpt.capture.rebuild import Rebuild
 from ckpt.format.names import unescape
@@ -106,6 +107,9 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
         plan.unexpected.extend(full for full in nodes if full not in live)
         for full, key in live.items():
             _compare(full, custom.state[key], plan)
+    for full, key in live.items():
+        if isinstance(custom.state[key], torch.Tensor) and not composite.is_composite(custom.state[key]):
+            match_layout(plan, full, custom.state[key])
     rebuild = Rebuild(plan)
     kept: dict[str, torch.Tensor] = {}
     for full, node in nodes.items():

@@ -47,14 +47,17 @@ def make_part(name: str, obj: Any, directory: Directory = ALONE) -> Part:
 def unsupported(name: str, obj: Any) -> UnsupportedStateError:
     kind = f"the class {obj.__name__} itself" if isinstance(obj, type) else f"of type {type(obj).__name__}"
     half = [method for method in ("state_dict", "load_state_dict", "get_state", "set_state") if _has(obj, method)]
+    hint = "Put plain values and tensors into a ckpt.StateDict(...), or give the object a state_dict / load_state_dict "
+    hint += "pair."
+    if isinstance(obj, (DataLoader, Sampler)):
+        hint = "Use ckpt.ResumableLoader or a loader with a state_dict of its own. " + hint
     return UnsupportedStateError(
         f"{name!r} is {kind}, which cannot be registered"
         + (f": it has {' and '.join(half)} without the other of the pair." if half else "."),
         name=name,
         type=obj.__name__ if isinstance(obj, type) else type(obj).__name__,
         stage="register",
-        hint="Put plain values and tensors into a ckpt.StateDict(...), or give the object a state_dict / "
-        "load_state_dict pair.",
+        hint=hint,
     )
 
 
