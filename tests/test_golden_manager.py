@@ -134,6 +134,7 @@ def test_a_malformed_payload_of_torch_or_numpy_is_damage(tag: str, payload: Any)
 
 @pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_ckpt_read_gives_every_dtype_and_value_of_the_hand_made_one() -> None:
     root = GOLDEN.parent / "v1-types"
     tree, stored = ckpt.read(root), text.read(str(root), "step-00000007")
