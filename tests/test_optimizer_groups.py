@@ -45,7 +45,8 @@ def test_override_keeps_the_scripts_value_and_nothing_else() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     fresh = torch.optim.SGD(again.parameters(), lr=0.3, momentum=0.9)
     stored = save(model=model, optimizer=optimizer)
-    resume(stored, override={"optimizer": ("lr",)}, model=again, optimizer=fresh)
+    plan = resume(stored, override={"optimizer": ("lr",)}, model=again, optimizer=fresh)
+    assert plan.changes == ["lr of group 0 of optimizer is the script's"]
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["momentum"]) == (0.3, 0.5)
     with pytest.raises(StateMismatchError, match="override names 'lrr'"):
         resume(stored, override={"optimizer": ("lrr",)}, model=again, optimizer=fresh)

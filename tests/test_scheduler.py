@@ -217,6 +217,7 @@ def test_a_longer_schedule_of_the_script_is_told_and_can_be_kept() -> None:
     objects = {"model": other[0], "optimizer": other[1], "scheduler": other[2]}
     plan = resume(stored, override={"scheduler": ("T_max",)}, **objects)
     assert (other[2].T_max, other[2].last_epoch, plan.notes) == (15, 5, [])
+    assert plan.changes == ["T_max of scheduler is the script's"]
     with pytest.raises(StateMismatchError, match="override names 'T_maxx'"):
         resume(stored, override={"scheduler": ("T_maxx",)}, **objects)
 

@@ -148,11 +148,12 @@ class OptimizerPart:
                 self._plan_group(plan, placer, restore, (s, stored.groups[s]), (group, live[i]), table)
         node = plan.saved.values[self.name].get("shared", {})
         placer.reserve(node, dict(live_tensors(self._shared(), (self.name, "shared"))))
+        plan.restored.append(self.name)
         restore.shared = lambda: placer.value(node)
         plan.later(Phase.OPTIMIZERS, lambda: self._apply(restore))
 
     def _report(self, plan: RestorePlan, stored: g.SavedGroups, texts: list[str], live: list[list[str]]) -> None:
-        settled = plan.problems if plan.strict else plan.notes
+        settled = plan.problems if plan.strict else plan.changes
         if texts:
             there = {name for group in stored.groups for name in group.names}
             now = {name for names in live for name in names}
@@ -205,11 +206,11 @@ class OptimizerPart:
             if layout is not None and layout.shape != tuple(p.shape):
                 plan.shape.append((f"{self.name}/{escape(keys[j])}", str(list(layout.shape)), str(list(p.shape))))
                 continue
-            home = _Home(p, stored, accelerated, layout)
+            home = Home(p, stored, accelerated, layout)
             restore.states.append((p, self._plan_state(plan, placer, keys[j], home, table.get(keys[j], {}))))
 
     def _plan_state(
-        self, plan: RestorePlan, placer: Placer, key: str, home: _Home, names: Mapping[str, str]
+        self, plan: RestorePlan, placer: Placer, key: str, home: Home, names: Mapping[str, str]
     ) -> Options | None:
         node = plan.saved.values[self.name]["state"].get(key)
         if not names and node is None:
@@ -273,7 +274,7 @@ class OptimizerPart:
 
 
 @dataclass(frozen=True)
-class _Home:
+class Home:
     """Where state of one parameter belongs. layout: the parameter's when saved, if no registered module tells it."""
 
     param: torch.Tensor

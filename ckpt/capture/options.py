@@ -49,6 +49,9 @@ def plan_options(
     keep = kept(plan, part)
     path = (part, "groups", index)
     chosen = {key: node for key, node in stored.options.items() if key not in keep or key not in group}
+    for key in stored.options.keys() - chosen.keys():
+        if differs(group[key], stored.options[key]):
+            plan.changes.append(f"{key} of group {index} of {part} is the script's")
     for key, node in chosen.items():
         live = group.get(key)
         placer.reserve(node, dict(live_tensors(live, (*path, key))))

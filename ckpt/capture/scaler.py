@@ -45,7 +45,6 @@ class ScalerPart:
         self.name = name
         self.obj = scaler
         self._optimizers = optimizers
-        self._restored: tuple[float, int] | None = None
         self._warned = False
 
     def capture(self, into: CollectorLike) -> None:
@@ -95,6 +94,7 @@ class ScalerPart:
             plan.problems.append(f"{self.name}: the checkpoint holds no scaler under this name")
             return
         saved = Placer(plan).reserve(node, {})
+        plan.restored.append(self.name)
         self._check(plan, saved)
         enabled = self.obj.is_enabled()
         if bool(saved) != enabled:
@@ -112,11 +112,15 @@ class ScalerPart:
             plan.problems.append(f"{self.name}: override names {', '.join(map(repr, unknown))}, which it has not")
         for key in _SETTINGS:
             live = getattr(self.obj, f"_{key}")
-            if key not in keep and live != saved[key]:
+            if key in keep and live != saved[key]:
+                plan.changes.append(f"{key} of {self.name} is the script's")
+            elif live != saved[key]:
                 plan.notes.append(
                     f"{self.name}: {key} is {saved[key]!r} in the checkpoint and {live!r} in the script; the "
                     f"checkpoint's is used (override={{{self.name!r}: [{key!r}]}} of resume keeps the script's)"
                 )
+        if "scale" in keep and self.obj.get_scale() != saved["scale"]:
+            plan.changes.append(f"the scale of {self.name} is the script's")
         plan.later(Phase.OTHERS, lambda: self._apply(saved, keep))
 
     def _check(self, plan: RestorePlan, saved: Mapping[str, Any]) -> None:
@@ -145,7 +149,6 @@ class ScalerPart:
                 scaler._scale.fill_(saved["scale"])
                 scaler._growth_tracker.fill_(saved["_growth_tracker"])
         self._restore_stages(saved.get("per_optimizer", {}))
-        self._restored = self._position()
 
     def _restore_stages(self, stages: Mapping[str, Any]) -> None:
         states = defaultdict(_refresh_per_optimizer_state)
@@ -156,14 +159,7 @@ class ScalerPart:
                     for device, value in stages[name]["found_inf"]
                 }
                 states[key] = {"stage": OptState(stages[name]["stage"]), "found_inf_per_device": found}
+                if found and self.obj._scale is None:
+                    # The next call is `update`, which needs the tensors that `scale` would have made.
+                    self.obj._lazy_init_scale_growth_tracker(next(iter(found)))
         self.obj._per_optimizer_states = states
-
-    def _position(self) -> tuple[float, int]:
-        return float(self.obj.get_scale()), int(self.obj._get_growth_tracker())
-
-    def idle_since_restore(self) -> bool:
-        """True when a resume filled this scaler and no `update` has moved it since.
-
-        At the first save after a resume that means that the script trains with another scaler, made after it.
-        """
-        return self._restored is not None and self.obj.is_enabled() and self._restored == self._position()

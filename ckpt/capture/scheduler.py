@@ -95,6 +95,8 @@ class SchedulerPart:
         self._compare_keys(plan, node, live, (self.name,))
         self._compare_settings(plan, self.obj, node, live, keep, (self.name,))
         changed = self._compare_functions(plan, functions)
+        plan.changes += [f"{key} of {self.name} is the script's" for key in sorted(keep) if _sets(live, node, key)]
+        plan.restored.append(self.name)
         placer = Placer(plan)
         placer.reserve(node, dict(live_tensors(live, (self.name,))))
 
@@ -269,6 +271,17 @@ def _merge_items(live: Any, saved: Any, keep: frozenset[str]) -> Any:
         live[: len(items)] = items
         return live
     return tuple(items)
+
+
+def _sets(live: Any, node: Json, key: str) -> bool:
+    """True when the script has another value than the checkpoint under `key`, at any depth."""
+    if isinstance(live, Mapping) and isinstance(node, Mapping):
+        if key in live and key in node and differs(live[key], node[key]):
+            return True
+        return any(_sets(live[name], node[name], key) for name in live.keys() & node.keys())
+    if isinstance(live, list) and isinstance(node, list):
+        return any(_sets(a, b, key) for a, b in zip(live, node, strict=False))
+    return False
 
 
 def _all_keys(tree: Any) -> frozenset[str]:
