@@ -304,6 +304,7 @@ def test_a_removal_that_fails_is_a_warning_tried_again_at_the_next_save(
     with manager(tmp_path, keep_last=1, async_save=False) as made, faults() as fault:
         made.resume()
         made.save(1)
+        caplog.clear()
         fault.only = lambda path: path.startswith(".trash-") or (verb == "publish" and path == "step-00000001")
         fault.arm(verb, code=code, sticky=True)
         assert made.save(2) and fault.hits == 1
@@ -331,6 +332,7 @@ def test_what_somebody_else_removed_meanwhile_is_fine(tmp_path: Path, caplog: py
     with manager(tmp_path, keep_last=1, async_save=False) as made:
         made.resume()
         made.save(1)
+        caplog.clear()
         points.install(at_point("retention.begin", lambda: shutil.rmtree(tmp_path / "step-00000001")))
         try:
             assert made.save(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 from ckpt.commit.retention import Policy
 from ckpt.format import names
+
+log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def check(
             raise TypeError(f"{name} must be a sequence of patterns, not {globs!r}")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise TypeError(f"storage_options must be a mapping, not {type(storage_options).__name__}")
+    if values["keep_last"] == 1:
+        log.warning("keep_last=1 leaves no older step to go back to when the newest turns out to be damaged")
     return Options(on_signal=_signals(on_signal), **values)
 
 
@@ -165,6 +170,8 @@ def metric_values(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             raise TypeError(f"metrics[{key!r}] must be a number, not {type(value).__name__}")
         if getattr(value, "ndim", 0) != 0:
             raise TypeError(f"metrics[{key!r}] must be a single number, not of shape {tuple(value.shape)}")
+        # A loss as it comes out of the model is what people pass, and reading one that has a graph warns.
+        value = value.detach() if hasattr(value, "detach") else value
         try:
             result[key] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
