@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import points
-from ckpt.chaos.events import CLAIM, ENV, Claim, Config, free_name, short_ids
+from ckpt.chaos.events import CLAIM, ENV, Claim, Config, free_name, keep, short_ids
 from ckpt.format import names
 
 _agent: Agent | None = None
@@ -146,10 +145,10 @@ class Agent:
         if job is None:
             return
         root, at, step, save, incarnation = job
-        keep = Path(self.config.records) / save
-        keep.mkdir(parents=True, exist_ok=True)
+        kept = Path(self.config.records) / save
+        kept.mkdir(parents=True, exist_ok=True)
         for path in Path(at, names.step_name(step)).glob("*.json"):
-            _keep(path, keep / path.name)
+            keep(path, kept / path.name)
         self.emit("ack", root=root, step=step, save=save, incarnation=incarnation)
 
     def _later(self, delay: float) -> None:
@@ -200,8 +199,8 @@ class Agent:
             registry = ref()
             objects = [] if registry is None else list(registry.objects.values())
             for part in [] if registry is None else registry.parts.values():
-                inner = getattr(part, "objects", None)
-                objects += inner().values() if callable(inner) else []
+                inner: Any = getattr(part, "objects", dict)
+                objects += inner().values()
             for obj in objects:
                 if isinstance(obj, ResumableLoader):
                     found.setdefault(id(obj), (root, obj))
@@ -212,12 +211,3 @@ def _stand_still() -> None:
     """Waits for the SIGKILL that another thread, or the system, is about to deliver."""
     while True:
         time.sleep(1)
-
-
-def _keep(source: Path, target: Path) -> None:
-    if target.exists():
-        return
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

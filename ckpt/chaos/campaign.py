@@ -76,7 +76,8 @@ class Campaign:
             jobs = [(number + i + 1, chain) for i, chain in enumerate(batch)]
             number += len(batch)
             missed: list[Plan] = []
-            for rest in self._side_by_side(lambda job: self._faulty(*job, clean, measured, ignored), jobs):
+            rests = self._side_by_side(lambda job: self._faulty(job[0], job[1], clean, measured, ignored), jobs)
+            for rest in rests:
                 missed += [replace(plan, tries=plan.tries + 1) for plan in rest]
             again = [plan for plan in missed if plan.tries < MAX_TRIES]
             queue.extend(plans.chains(again, measured) if again and not self.outcome.problems else ())
@@ -121,8 +122,7 @@ class Campaign:
         differing = compare(first, second, ignored, Compared())
         if differing:
             raise CleanRunsFailed(
-                "The training itself is not deterministic: two runs without faults differ, first in "
-                f"{differing[0]}.",
+                f"The training itself is not deterministic: two runs without faults differ, first in {differing[0]}.",
                 differing=tuple(differing),
                 hint="Seed every generator before the first random number, set torch.set_num_threads and "
                 "torch.use_deterministic_algorithms, and keep clocks out of the state.",
@@ -247,7 +247,8 @@ class Campaign:
             total.batches = max(total.batches, compared.batches)
             total.steps += compared.steps
             total.bytes += compared.bytes
-            state = "FAILED" if outcome.problems and not run.starts[-1].finished else "differs" if different else "equal"
+            ended = "differs" if different else "equal"
+            state = ended if run.starts[-1].finished else "FAILED"
             changed = {
                 event["exactness"]
                 for process in run.processes

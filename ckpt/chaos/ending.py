@@ -65,8 +65,8 @@ class Ending:
         return {root: line_of(Scanner(LocalStorage(at)).scan()) for root, at in self.roots.items()}
 
     def varying(self, other: Ending) -> frozenset[Key]:
-        """What differs between two runs without faults, although no tensor, value or batch does: metrics that are clocks
-        or rates, and random streams that nobody seeded and nobody draws from."""
+        """What differs between two runs without faults, although no tensor, value or batch does: metrics that are
+        clocks or rates, and random streams that nobody seeded and nobody draws from."""
         found: set[Key] = set()
         still = self.still()
         for root, steps in self.records.items():
@@ -175,7 +175,8 @@ def _artefacts(one: Path | None, two: Path | None) -> list[Difference]:
     if one is None and two is None:
         return []
     if one is None or two is None:
-        return [Difference(None, "artefact", "file", f"only the {'first' if two is None else 'second'} run has made it")]
+        which = "first" if two is None else "second"
+        return [Difference(None, "artefact", "file", f"only the {which} run has made it")]
     if one.read_bytes() == two.read_bytes():
         return []
     if one.suffix in (".pt", ".pth", ".bin"):

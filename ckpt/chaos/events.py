@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,8 +35,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Config:
-    """events: folder for this start's events; records: folder that keeps every acknowledged step's manifest and indexes;
-    sandbox: folder that stands for every root; token: what all processes of this start have in their environment."""
+    """token: what all processes of this start have in their environment; events: folder for this start's events;
+    records: folder that keeps every acknowledged step's manifest and indexes; sandbox: folder that stands for every
+    root."""
 
     token: str
     events: str
@@ -124,6 +126,16 @@ def short_ids(ids: Sequence[int]) -> list[int] | str:
     import hashlib
 
     return f"{len(ids)} ids {hashlib.blake2b(','.join(map(str, ids)).encode(), digest_size=12).hexdigest()}"
+
+
+def keep(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source`, so that it outlives its removal; fine when it is there already."""
+    if target.exists():
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def free_name(folder: Path, stem: str) -> Path:

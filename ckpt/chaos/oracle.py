@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt.chaos.events import Process
+from ckpt.chaos.events import Process, keep
 from ckpt.chaos.runs import roots_of
 from ckpt.commit.line import line_of, manifest
 from ckpt.commit.roster import Scanner, StepFolder
@@ -104,11 +103,8 @@ class Oracle:
         self._gone |= set(vanished)
 
     def _keep(self, at: str, folder: StepFolder) -> None:
-        keep = self.records / manifest(folder).save
-        if not keep.exists():
-            keep.mkdir(parents=True)
-            for name in (names.MANIFEST, *(entry.name for entry in manifest(folder).files)):
-                if name.endswith(".json"):
-                    os.link(Path(at, folder.name, name), keep / name)
-
-
+        kept = self.records / manifest(folder).save
+        kept.mkdir(parents=True, exist_ok=True)
+        for name in (names.MANIFEST, *(entry.name for entry in manifest(folder).files)):
+            if name.endswith(".json"):
+                keep(Path(at, folder.name, name), kept / name)

@@ -122,7 +122,8 @@ def aim(plan: Plan, measured: Measured, left: int, kills_left: int) -> Kill:
     if plan.tries:
         room = 1
     if plan.target == ANY_MOMENT:
-        return Kill("moment", delay=plan.when * measured.run_s * max(left, 1) / max(measured.saves, 1) / (kills_left + 1))
+        share = max(left, 1) / max(measured.saves, 1) / (kills_left + 1)
+        return Kill("moment", delay=plan.when * measured.run_s * share)
     if plan.target == IN_SAVE and not plan.point:
         return Kill("save", occurrence=1 + int(plan.where * room), delay=plan.when * measured.save_s)
     name = plan.point or plan.target

@@ -47,8 +47,9 @@ class Start:
                 )
         if self.claim is not None:
             # Behind a shell only the shell's code is ours to see; that the trainer died was awaited.
-            if self.claim.pid == self.leader and self.code != -9:
-                return f"process {self.claim.pid} was to die by SIGKILL at {self.claim.point} and ended with {self.code}"
+            pid, point = self.claim.pid, self.claim.point
+            if pid == self.leader and self.code != -9:
+                return f"process {pid} was to die by SIGKILL at {point} and ended with {self.code}"
             return ""
         if self.code is None:
             return f"it did not end within {self.seconds:.0f} s and was killed"

@@ -17,7 +17,7 @@ _SHOWN = 8  # differences and problems that are listed; --json has them all
 
 
 def draw(screen: Screen, outcome: Outcome) -> None:
-    rows = [("point", "hits", "killed at step", "resumed at", "restarts", "verdict")]
+    rows: list[tuple[str, ...]] = [("point", "hits", "killed at step", "resumed at", "restarts", "verdict")]
     for name in (*outcome.wanted, IN_SAVE, ANY_MOMENT):
         kills = outcome.hits(name)
         if kills or name in outcome.wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import Any
@@ -46,7 +47,9 @@ def _from_url(root: str, scheme: str, rest: str) -> str:
     if scheme in ("simplecache", "filecache", "blockcache", "cached"):
         raise ValueError(f"root {root!r} is a cache; name the storage behind it")
     if scheme != "memory":
-        raise ValueError(f"root {root!r}: storage {scheme}:// is not supported by this version; local and memory:// are")
+        raise ValueError(
+            f"root {root!r}: storage {scheme}:// is not supported by this version; local and memory:// are"
+        )
     if not rest.strip("/"):
         raise ValueError(f"root {root!r} names no folder")
     return "memory://" + rest.strip("/")
@@ -66,7 +69,11 @@ def sandboxed(normal: str) -> str:
         return normal
     if normal == sandbox or normal.startswith(sandbox.rstrip("/") + "/"):
         return normal
-    return os.path.join(sandbox, re.sub(r"[^A-Za-z0-9._-]+", "-", normal).strip("-.") or "root")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", normal).strip("-.")[-100:]
+    # Two roots must not meet in one folder because their names read alike.
+    return os.path.join(
+        sandbox, f"{readable or 'root'}-{hashlib.blake2b(os.fsencode(normal), digest_size=4).hexdigest()}"
+    )
 
 
 def open_storage(root: Any, options: dict[str, Any] | None = None) -> Storage:
