@@ -212,7 +212,7 @@ CELLS = [
 def test_an_optimizer_goes_on_bit_for_bit(
     name: str, dtype: torch.dtype, layout: str, options: dict[str, Any], saved_after: int
 ) -> None:
-    """OPT-01, OPT-02, OPT-16"""
+    """OPT-01, OPT-02"""
     found = seam(lambda seed: Run(name, dtype, layout, options, None, seed), ours, saved_after)
     if (name, dtype, *options) in UNSTEADY:
         assert "state after the resume" not in found

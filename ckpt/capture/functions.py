@@ -117,6 +117,9 @@ class _Look:
             # The values of a callable object are its `__dict__`, which the part that holds it captures.
             self._code("object")
             self.callable(label, type(function).__call__, depth + 1)
+            wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
+            if wrapped is not None:
+                self.callable(label, wrapped, depth + 1)
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         code = function.__code__

@@ -61,6 +61,8 @@ def saved_groups(saved: SavedState, part: str) -> SavedGroups:
             )
             for group in values["groups"]
         )
+        if not isinstance(values["state"], dict):
+            raise TypeError("state is no mapping")
         return SavedGroups(values["keys"], tuple(values["defaults"]), bool(values["stepped"]), groups)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(

@@ -26,7 +26,8 @@ from ckpt.format.values import Json, Path, encode, spell
 
 logger = logging.getLogger("ckpt")
 
-_HELD = frozenset({"optimizer"})  # a reference, not state
+_HELD = frozenset({"optimizer"})
+_REFERENCES = (Optimizer, torch.nn.Module)  # whoever needs their state registers them
 
 
 def is_own(scheduler: object) -> bool:
@@ -50,8 +51,8 @@ class SchedulerPart:
         self._values = {spell(path): look.values for path, look in self._look()[1].items()}
 
     def _look(self) -> tuple[dict[str, Any], dict[Path, Fingerprint]]:
-        functions: dict[Path, Fingerprint] = {}
-        return _tree(self.obj, (), functions, self._lost), functions
+        reader = _Reader(self._lost)
+        return reader.scheduler(self.obj, ()), reader.functions
 
     def capture(self, into: CollectorLike) -> None:
         """Logs one WARNING for each function whose values change and are in no registered object."""
@@ -103,7 +104,7 @@ class SchedulerPart:
         def action() -> None:
             for text in changed:
                 logger.warning("%s", text)
-            self._apply(placer.value(node), keep)
+            _load(self.obj, placer.value(node), keep)
 
         plan.later(Phase.SCHEDULERS, action)
 
@@ -130,7 +131,7 @@ class SchedulerPart:
         """Notes what the script sets otherwise: arguments of the constructor that the scheduler keeps by their name."""
         arguments = inspect.signature(type(scheduler).__init__).parameters
         for key in arguments.keys() - {"self", "optimizer", "last_epoch"}:
-            if key in live and key in node and key not in keep and not _holds_function(getattr(scheduler, key, None)):
+            if key in live and key in node and key not in keep and not _is_live(getattr(scheduler, key, None)):
                 if differs(live[key], node[key]):
                     plan.notes.append(
                         f"{spell((*path, key))} is {show(node[key])} in the checkpoint and {brief(live[key])} in the "
@@ -154,57 +155,69 @@ class SchedulerPart:
                 plan.changes.append(f"the function {key} of {self.name} changed")
         return texts
 
-    def _apply(self, tree: dict[str, Any], keep: frozenset[str]) -> None:
-        if is_own(self.obj):
-            _assign(self.obj, tree, keep)
-            return
-        state = self.obj.state_dict()
-        self.obj.load_state_dict(
-            {**state, **{k: _merge(state.get(k), v, keep) for k, v in tree.items() if k not in keep}}
-        )
 
+class _Reader:
+    """One walk over a scheduler's state as it is stored. Functions become None and are noted in `functions`; nested
+    schedulers and callable objects become their attributes; models and optimizers are references, not state.
+    """
 
-def _tree(
-    scheduler: LRScheduler, path: Path, functions: dict[Path, Fingerprint], lost: Callable[[Path, object], None]
-) -> dict[str, Any]:
-    state = vars(scheduler) if is_own(scheduler) else scheduler.state_dict()
-    return {k: _value(v, (*path, k), functions, lost) for k, v in state.items() if k not in _HELD}
+    def __init__(self, lost: Callable[[Path, object], None]) -> None:
+        self.functions: dict[Path, Fingerprint] = {}
+        self._lost = lost
+        self._inside: set[int] = set()
 
+    def scheduler(self, scheduler: LRScheduler, path: Path) -> dict[str, Any]:
+        state = vars(scheduler) if is_own(scheduler) else scheduler.state_dict()
+        self._inside.add(id(scheduler))
+        tree = {key: self.value(value, (*path, key)) for key, value in state.items() if key not in _HELD}
+        self._inside.discard(id(scheduler))
+        return tree
 
-def _value(value: Any, path: Path, functions: dict[Path, Fingerprint], lost: Callable[[Path, object], None]) -> Any:
-    """`value` as it is stored: functions become None and are noted, schedulers and callable objects their state."""
-    if isinstance(value, LRScheduler):
-        return _tree(value, path, functions, lost)
-    if isinstance(value, Optimizer):
-        return None
-    if is_function(value):
-        functions[path] = fingerprint(value)
-        return None
-    if type(value) in (list, tuple) and any(_is_live(item) for item in value):
-        items = [_value(item, (*path, i), functions, lost) for i, item in enumerate(value)]
-        return items if type(value) is list else tuple(items)
-    if type(value) is dict and any(_is_live(item) for item in value.values()):
-        return {key: _value(item, (*path, key), functions, lost) for key, item in value.items()}
-    if callable(value):
-        functions[path] = fingerprint(value)
+    def value(self, value: Any, path: Path) -> Any:
+        if isinstance(value, _REFERENCES) or id(value) in self._inside:
+            return None
+        if isinstance(value, LRScheduler):
+            return self.scheduler(value, path)
+        if is_function(value):
+            self.functions[path] = fingerprint(value)
+            return None
+        if type(value) in (list, tuple) and _holds_live(value):
+            items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
+            return items if type(value) is list else tuple(items)
+        if type(value) is dict and _holds_live(value):
+            return {key: self.value(item, (*path, key)) for key, item in value.items()}
+        return self._callable(value, path) if callable(value) else value
+
+    def _callable(self, value: Any, path: Path) -> dict[str, Any] | None:
+        self.functions[path] = fingerprint(value)
         held = getattr(value, "__dict__", None)
         if held is None:
-            lost(path, value)
+            if any(getattr(kind, "__slots__", ()) for kind in type(value).__mro__):
+                self._lost(path, value)
             return None
-        return {
-            k: v
-            for k, v in ((k, _value(v, (*path, k), functions, lost)) for k, v in held.items())
-            if _keeps(path, k, v, lost)
-        }
-    return value
+        self._inside.add(id(value))
+        tree = {}
+        for key, item in held.items():
+            if _is_state(key):
+                found = self.value(item, (*path, key))
+                if _can_be_stored(found):
+                    tree[key] = found
+                else:
+                    # A callable object may refer to anything; what has no stored form is left to the script, and told.
+                    self._lost((*path, key), item)
+        self._inside.discard(id(value))
+        return tree
 
 
-def _keeps(path: Path, key: str, value: object, lost: Callable[[Path, object], None]) -> bool:
-    """A callable object may refer to anything; what cannot be stored is left to the script, and said."""
+def _is_state(key: str) -> bool:
+    """False for what `functools.wraps` copies onto an object: names and modules are no state."""
+    return not (key.startswith("__") and key.endswith("__"))
+
+
+def _can_be_stored(value: object) -> bool:
     try:
         encode(value, (), _small)
     except UnsupportedStateError:
-        lost((*path, key), value)
         return False
     return True
 
@@ -216,16 +229,14 @@ def _small(value: object, path: Path) -> Json:
 
 
 def _is_live(value: object) -> bool:
-    """True for what is not state itself but holds some: it stays in its place and is filled."""
-    return isinstance(value, (LRScheduler, Optimizer)) or callable(value) or _holds_function(value)
+    """True for what is not a plain value but holds some: it stays in its place and is filled."""
+    return isinstance(value, _REFERENCES) or callable(value) or isinstance(value, LRScheduler) or _holds_live(value)
 
 
-def _holds_function(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_live, value))
+def _holds_live(value: object) -> bool:
     if type(value) is dict:
         return any(map(_is_live, value.values()))
-    return is_function(value)
+    return type(value) in (list, tuple) and any(map(_is_live, value))  # type: ignore[arg-type]
 
 
 def _assign(scheduler: LRScheduler, tree: Mapping[str, Any], keep: frozenset[str]) -> None:
@@ -240,22 +251,29 @@ def _assign(scheduler: LRScheduler, tree: Mapping[str, Any], keep: frozenset[str
         scheduler._set_anneal_func(held["_anneal_strategy"])
 
 
+def _load(scheduler: LRScheduler, tree: Mapping[str, Any], keep: frozenset[str]) -> None:
+    if is_own(scheduler):
+        _assign(scheduler, tree, keep)
+        return
+    state = scheduler.state_dict()
+    merged = {key: _merge(state.get(key), value, keep) for key, value in tree.items() if key not in keep}
+    scheduler.load_state_dict({**state, **merged})
+
+
 def _merge(live: Any, saved: Any, keep: frozenset[str]) -> Any:
     """What stands where `live` stood: the saved value, or `live` itself filled where it is no plain value."""
-    if isinstance(live, LRScheduler) and isinstance(saved, Mapping):
-        if is_own(live):
-            _assign(live, saved, keep)
-        else:
-            live.load_state_dict(dict(saved))
+    if isinstance(live, LRScheduler):
+        if isinstance(saved, Mapping):
+            _load(live, saved, keep)
         return live
-    if isinstance(live, Optimizer) or is_function(live):
+    if isinstance(live, _REFERENCES) or is_function(live):
         return live
-    if isinstance(live, (list, tuple)) and _holds_function(live) and isinstance(saved, (list, tuple)):
+    if isinstance(live, (list, tuple)) and _holds_live(live) and isinstance(saved, (list, tuple)):
         return _merge_items(live, saved, keep)
-    if type(live) is dict and any(map(_is_live, live.values())) and isinstance(saved, Mapping):
+    if isinstance(live, dict) and _holds_live(live) and isinstance(saved, Mapping):
         live.update({key: _merge(live.get(key), value, keep) for key, value in saved.items()})
         return live
-    if callable(live) and not isinstance(live, Enum):
+    if callable(live):
         held = getattr(live, "__dict__", None)
         if held is not None and isinstance(saved, Mapping):
             held.update({key: _merge(held.get(key), value, keep) for key, value in saved.items()})
