@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ckpt import points
 from ckpt.errors import CheckpointError, CommitUnknown, LockedError, StorageUnavailableError
@@ -29,6 +29,11 @@ class Attempt(ABC):
         self.save = save
         self.target = names.step_name(step)
         self._bytes: dict[str, int] = {}  # file -> bytes handed to storage
+
+    @property
+    def in_place(self) -> Collection[str]:
+        """Files of this attempt that lie already in the folder of the step."""
+        return ()
 
     @abstractmethod
     def begin(self) -> None:
@@ -139,6 +144,10 @@ class ObjectAttempt(Attempt):
     def __init__(self, storage: Storage, step: int, save: str) -> None:
         super().__init__(storage, step, save)
         self._written: list[str] = []
+
+    @property
+    def in_place(self) -> Collection[str]:
+        return tuple(self._bytes)
 
     def begin(self) -> None:
         """Nothing: objects need no folder."""

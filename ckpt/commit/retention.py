@@ -96,9 +96,10 @@ def outdated(damaged: Sequence[StepFolder], line: Line, policy: Policy, pins: Ma
     ]
 
 
-def remove_step(storage: Storage, folder: str) -> None:
+def remove_step(storage: Storage, folder: str, *, spare: Collection[str] = ()) -> None:
     """Ends one step. After the first change a scan no longer sees it; a kill in between leaves debris at most.
 
+    spare: names in it that stay, where folders are not renamed: those of an attempt that is to take the step's place.
     Raises CheckpointError; the step may then be gone as far as a scan can tell, with debris left.
     """
     points.reach("remove.unpublish.before")
@@ -116,7 +117,12 @@ def remove_step(storage: Storage, folder: str) -> None:
         trash = folder
         storage.remove_file(f"{folder}/{names.MANIFEST}")
     points.reach("remove.unpublish.after")
-    storage.remove_folder(trash, on_half=lambda: points.reach("remove.half"))
+    if spare:
+        for entry in storage.list(trash) or ():
+            if entry.name not in spare:
+                storage.remove_file(f"{trash}/{entry.name}")
+    else:
+        storage.remove_folder(trash, on_half=lambda: points.reach("remove.half"))
     points.reach("remove.done")
 
 

@@ -173,7 +173,7 @@ class Session:
             index = _index(job, data_name, digests, table)
             attempt.write(index_name, index)
             record = self._manifest(job, attempt, digests, index, table, time.monotonic() - started)
-            self._make_way(job.step)
+            self._make_way(job.step, attempt)
             attempt.commit(record.encode())
         except CommitUnknown:
             raise
@@ -227,7 +227,7 @@ class Session:
             environment=environment(),
         )
 
-    def _make_way(self, step: int) -> None:
+    def _make_way(self, step: int, attempt: Attempt) -> None:
         """Checks that the line is still ours, and removes what we may remove from under the step's name."""
         roster = self.scanner.scan()
         self._still_ours(roster)
@@ -255,7 +255,7 @@ class Session:
                 hint=f"{'Unpin it (`ckpt unpin`)' if ours else 'Move it away'}, or choose another root.",
             )
         if self.storage.abilities.renames_folders or (folder is not None and folder.manifest is not None):
-            retention.remove_step(self.storage, name)
+            retention.remove_step(self.storage, name, spare=attempt.in_place)
 
     def _still_ours(self, roster: Roster) -> None:
         for folder in roster.steps:
