@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.cli.draw_tensor import draw_tensor, draw_tensors
-from ckpt.cli.screen import Screen, age, clean, figure, int_or, moment, number, seconds, size, width_of
+from ckpt.cli.screen import Screen, age, clean, figure, int_or, moment, number, seconds, size, width_of, wrapped
 from ckpt.edges.inspecting import Inspection, PartSummary
 from ckpt.edges.leaves import plain
 
@@ -122,7 +122,10 @@ def _state(screen: Screen, found: Inspection) -> None:
         shown = screen.fit(clean(name), label) if name != above else ""
         above = name
         pad = " " * (label - width_of(shown))
-        screen.line(f"  {shown}{pad}  {text}")
+        room = max(screen.width - label - 4, 16)
+        for part in [text] if "\x1b" in text else wrapped(text, room):
+            screen.line(f"  {shown}{pad}  {part}")
+            shown, pad = "", " " * label
 
 
 def _facts(screen: Screen, part: PartSummary) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.cli.screen import Screen, age, clean, figure, moment, size, width_of
+from ckpt.cli.screen import Screen, age, clean, figure, moment, size, width_of, wrapped
 from ckpt.edges.listing import ListedStep, Listing
 
 _METRICS = 4  # columns at most; the rest is in --json
@@ -77,7 +77,7 @@ def _rest(screen: Screen, found: Listing) -> None:
     if problems:
         screen.line()
     for step in problems:
-        for text in _wrapped(f"step {step.step}: {clean(step.problem)}", screen.width - 2):
+        for text in wrapped(f"step {step.step}: {clean(step.problem)}", screen.width - 2):
             screen.line(f"  {text}")
     said = []
     hidden = not any(step.state != "line" for step in found.steps)
@@ -95,16 +95,5 @@ def _rest(screen: Screen, found: Listing) -> None:
                     f"{len(found.foreign)} that are not ours")  # fmt: skip
     if said:
         screen.line()
-        for text in _wrapped(f"Also here: {', '.join(said)}{more}", screen.width):
+        for text in wrapped(f"Also here: {', '.join(said)}{more}", screen.width):
             screen.line(screen.style(text, "dim") if "\x1b" not in text else text)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Words in lines of `width` columns."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and width_of(lines[-1]) + 1 + width_of(word) > width:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    return lines

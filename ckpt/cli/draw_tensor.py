@@ -23,12 +23,11 @@ def draw_tensors(screen: Screen, rows: Sequence[TensorRow]) -> None:
     ]
     if not cells:
         return
-    widths = [max(width_of(row[i]) for row in cells) for i in range(4)]
-    room = max(screen.width - 2 - sum(widths[1:]) - 6, 16)
-    head = [screen.style(text, "dim") for text in ("name", "dtype", "shape", "bytes")]
-    table = [head]
-    for row in cells:
-        table.append([screen.fit(row[0], room), *row[1:]])
+    head = ["name", "dtype", "shape", "bytes"]
+    taken = sum(max(width_of(row[i]) for row in [head, *cells]) for i in (1, 2, 3))
+    room = max(screen.width - 2 - taken - 6, 16)
+    table = [[screen.style(text, "dim") for text in head]]
+    table += [[screen.fit(row[0], room), *row[1:]] for row in cells]
     screen.table(table, right=(2, 3))
 
 

@@ -88,8 +88,8 @@ class Screen:
     def show(self) -> None:
         text = "".join(f"{line}\n" for line in self.lines)
         self.lines = []
-        if not self.unicode:
-            encoding = getattr(self.stream, "encoding", None) or "ascii"
+        encoding = getattr(self.stream, "encoding", None)
+        if encoding is not None:
             text = text.encode(encoding, "backslashreplace").decode(encoding)
         self.stream.write(text)
         self.stream.flush()
@@ -110,7 +110,7 @@ def _columns(stream: Any) -> int:
 
 def _can_encode(stream: Any, text: str) -> bool:
     try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -122,6 +122,22 @@ def clean(text: object) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Words in lines of `width` columns; a longer word has a line of its own, cut to it."""
+    lines = [""]
+    for word in text.split(" "):
+        while width_of(word) > width > 0:
+            lines += [word[:width]] if lines[-1] else []
+            lines[-1] = lines[-1] or word[:width]
+            lines.append("")
+            word = word[width:]
+        if lines[-1] and width_of(lines[-1]) + 1 + width_of(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return lines
 
 
 def width_of(text: str) -> int:
