@@ -87,6 +87,29 @@ def bits(value: Any) -> Any:
     return type(value).__name__, value.hex() if isinstance(value, float) else value
 
 
+class Holder(nn.Module):
+    """A module whose only state is the buffers it is given."""
+
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in buffers.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+class Pair:
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def optimizer_bits(optimizer: torch.optim.Optimizer) -> Any:
     """Everything that decides the next step of an optimizer: options of each group, and state by position."""
     rows = []

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_support import Stored, bits, save
+from capture_support import Holder, Stored, bits, save
+from test_composites import scaled
 from torch import nn
 
 from ckpt.capture.reading import build_tree, leaf_paths
@@ -117,8 +118,6 @@ def test_the_path_of_a_tensor_is_its_name() -> None:
 
 
 def test_composites_are_joined_and_subclasses_come_as_their_components() -> None:
-    from test_capture_tensors import Holder, scaled
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole_numbers = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)

@@ -85,8 +85,7 @@ class Collector:
         for first in others:
             other = self.tensors[first]
             if other is tensor or (
-                tensor.numel() > 0
-                and other.dtype == tensor.dtype
+                other.dtype == tensor.dtype
                 and other.shape == tensor.shape
                 and other.stride() == tensor.stride()
                 and other.device == tensor.device
