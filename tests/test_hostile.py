@@ -137,6 +137,16 @@ def test_any_bytes_at_all_are_a_checkpoint_error(data: bytes) -> None:
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_later_version_written_by_hand_is_told_as_such_and_a_flipped_digit_as_damage() -> None:
+    body = MANIFEST.encode()
+    for version in (2, 99):
+        by_hand = json.dumps(dict(json.loads(body), format=version)).encode()
+        with pytest.raises(UnsupportedFormatError, match="newer ckpt") as caught:
+            Manifest.parse(by_hand, "m.json")
+        assert caught.value.version == version
+    assert kind_of(Manifest.parse, body.replace(b'"format":1', b'"format":3', 1)) == "manifest"
+
+
 @pytest.mark.parametrize("version", [2, 99, 1 << 31])
 def test_a_sealed_manifest_of_a_later_version_is_told_as_such(version: int) -> None:
     for tables in (True, False):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from ckpt.format import jsontext, names
 from ckpt.format.digest import digest
 from ckpt.format.jsontext import Fields
@@ -113,27 +113,21 @@ class Manifest:
         over all of `data`, is checked now; a table that is malformed under a right seal raises at that use.
 
         Raises CorruptCheckpointError (kind "manifest", or "file-name") for anything that is not sealed and whole, and
-        UnsupportedFormatError for a sealed manifest of an unknown version. The seal is looked at first: a flipped bit
-        in the version must be damage, for which an older step is taken, and not a newer format, for which none is.
+        UnsupportedFormatError for an unknown version. The seal is looked at first: a flipped bit in the version must be
+        damage, for which an older step is taken, and not a newer format, for which none is.
         """
         if len(data) > names.MAX_MANIFEST:
             raise _damaged(f"it has {len(data):,} bytes, more than the limit of {names.MAX_MANIFEST:,}", path)
         body, end = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if end != seal(body)[-SEAL_BYTES:]:
-            raise _damaged("its bytes do not match its own digest", path)
+            raise _unsealed(data, path)
         head = None if tables else _head(data, path)
         top = Fields(_load(data, path) if head is None else head, what="manifest", kind="manifest", path=path)
         version = top.natural("format", 1 << 31)
         if version < 1:
             raise top.error(f"'format' is {version}")
         if version != names.FORMAT_VERSION:
-            raise UnsupportedFormatError(
-                f"{path or 'The manifest'} is of format version {version}; this version of ckpt reads version "
-                f"{names.FORMAT_VERSION}.",
-                version=version,
-                path=path,
-                hint="Install a newer ckpt to read it.",
-            )
+            raise _unsupported(version, path)
         manifest = _parse(top, head is None)
         if head is None:
             return manifest
@@ -154,6 +148,31 @@ def seal(body: bytes) -> bytes:
 
 def _damaged(why: str, path: str | None) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"The manifest is damaged: {why}.", kind="manifest", path=path, stage="read")
+
+
+def _unsupported(version: int, path: str | None) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{path or 'The manifest'} is of format version {version}; this version of ckpt reads version "
+        f"{names.FORMAT_VERSION}.",
+        version=version,
+        path=path,
+        hint="Install a newer ckpt to read it.",
+    )
+
+
+def _unsealed(data: bytes, path: str | None) -> CheckpointError:
+    """What a manifest whose seal is wrong is: damaged; or of another version, when it is whole JSON that says so and
+    the version cannot be one flipped byte of ours."""
+    damaged = _damaged("its bytes do not match its own digest", path)
+    try:
+        version = _load(data, path).get("format")
+    except CorruptCheckpointError:
+        return damaged
+    if type(version) is not int or version <= names.FORMAT_VERSION:
+        return damaged
+    ours = data.replace(b'"format":%d' % version, b'"format":%d' % names.FORMAT_VERSION, 1)
+    flipped = len(ours) == len(data) and ours[-SEAL_BYTES:] == seal(ours[:-SEAL_BYTES])[-SEAL_BYTES:]
+    return damaged if flipped else _unsupported(version, path)
 
 
 def _load(data: bytes, path: str | None) -> dict[str, Any]:
