@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,14 +78,16 @@ def flip(path: Path, offset: int, bit: int = 1) -> None:
     path.write_bytes(data)
 
 
-def span_of(root: Any, step: int, key: str) -> tuple[int, int]:
-    """Where the bytes of tensor `key` lie in the step's data file, told by the safetensors package."""
-    import json
-
-    data = (step_dir(root, step) / DATA).read_bytes()
+def span_in(file: Path, key: str) -> tuple[int, int]:
+    """Where the bytes of tensor `key` lie in a data file, told by its safetensors header."""
+    data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     entry = json.loads(data[8 : 8 + size])[key]
     return 8 + size + entry["data_offsets"][0], 8 + size + entry["data_offsets"][1]
+
+
+def span_of(root: Any, step: int, key: str) -> tuple[int, int]:
+    return span_in(step_dir(root, step) / DATA, key)
 
 
 class Reads:
