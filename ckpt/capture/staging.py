@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ckpt.format.datafile import Layout, PieceSpec, lay_out
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 _HUGE = 2 << 20
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python's mmap does not name
 _SLICE = 16 << 20  # bytes touched between two looks at whether to stop
 
 
@@ -48,11 +50,12 @@ class HostBuffer:
                 needed=rounded,
                 hint="Free host memory; training can go on, nothing was saved.",
             ) from error
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            # DONTFORK: a forked DataLoader worker would make every later copy fault page by page, and double the memory.
-            if hasattr(mmap, advice):
+        # Wiped on fork: a forked DataLoader worker would make every later copy fault page by page, and double the memory.
+        # Not MADV_DONTFORK: a worker that collects its copy of the manager would unmap whatever it has at the address.
+        for advice in (_WIPE_ON_FORK, getattr(mmap, "MADV_HUGEPAGE", None)):
+            if advice is not None:
                 try:
-                    area.madvise(getattr(mmap, advice))
+                    area.madvise(advice)
                 except OSError:
                     continue
         self._map = area

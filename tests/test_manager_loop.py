@@ -1,0 +1,451 @@
+"""The loop: which steps it yields, what it saves and when, and what it does with data, signals and endings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manager_support import (
+    Gate, Tiny, at_point, die, failure, faults, folders, in_child, manager, resumed, wait_for, warnings, write_steps,
+)  # fmt: skip
+
+from ckpt import CheckpointManager, ResumableLoader, points
+from ckpt.errors import StorageUnavailableError
+
+pytestmark = pytest.mark.full
+
+
+def run(root: Any, total: int, tiny: Tiny | None = None, **options: Any) -> list[int]:
+    tiny = tiny or Tiny()
+    seen = []
+    with manager(root, tiny, keep_last=None, **options) as made:
+        for step in made.loop(total):
+            seen.append(step)
+            tiny.at(step)
+    return seen
+
+
+def test_the_loop_resumes_by_itself_and_yields_what_is_left(tmp_path: Path) -> None:
+    assert run(tmp_path, 3) == [1, 2, 3]
+    tiny = Tiny(-1)
+    assert run(tmp_path, 5, tiny) == [4, 5]
+    assert resumed(tmp_path) == 5
+
+
+def test_nothing_left_to_do_is_said_plainly_and_saves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SCHED-08 / LIFE-07: total is the absolute last step."""
+    caplog.set_level(logging.INFO, "ckpt")
+    run(tmp_path, 3)
+    before = folders(tmp_path)
+    for total in (3, 2, 0):
+        caplog.clear()
+        assert run(tmp_path, total) == []
+        assert sum("nothing left to do" in r.getMessage() for r in caplog.records) == 1
+    assert folders(tmp_path) == before
+    assert run(tmp_path / "new", 0) == [] and not folders(tmp_path / "new")
+
+
+def test_a_longer_target_goes_on(tmp_path: Path) -> None:
+    """SCHED-08: the length is config, not state."""
+    run(tmp_path, 9)
+    assert run(tmp_path, 15) == list(range(10, 16))
+
+
+@pytest.mark.parametrize(("every", "total", "saved"), [(4, 10, (4, 8, 10)), (5, 10, (5, 10)), (100, 7, (7,))])
+def test_it_saves_when_due_and_the_last_step_once(
+    tmp_path: Path, every: int, total: int, saved: tuple[int, ...]
+) -> None:
+    """LIFE-07: non-divisible lengths; the final save happens once."""
+    tiny = Tiny()
+    with manager(tmp_path, tiny, keep_last=None, save_every_steps=every) as made:
+        for step in made.loop(total):
+            tiny.at(step)
+        assert made.steps() == saved, "durable when the loop ends"
+        assert made.last_save is not None and made.last_save.step == total and made.last_save.durable
+    assert not made._writer.busy
+
+
+def test_a_resume_near_the_end_still_writes_the_last_checkpoint(tmp_path: Path) -> None:
+    """LIFE-07: the last checkpoint of a resumed run, with lengths that do not divide."""
+    run(tmp_path, 8, save_every_steps=4)
+    assert run(tmp_path, 10, save_every_steps=4) == [9, 10]
+    assert resumed(tmp_path) == 10
+
+
+def test_no_second_resume_when_one_was_made(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 2, 3)
+    tiny = Tiny()
+    with manager(tmp_path, tiny, keep_last=None) as made:
+        assert made.resume(1) == 1
+        assert next(iter(made.loop(5))) == 2
+
+
+def test_a_save_inside_the_body_counts(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with manager(tmp_path, tiny, keep_last=None) as made:
+        for step in made.loop(3):
+            assert made.save(step if tiny.at(step) else 0, metrics={"loss": step}) is True
+    assert made.steps() == (1, 2, 3)
+
+
+@pytest.mark.parametrize("end", ["break", "return", "raise"])
+def test_leaving_early_saves_nothing_more_and_what_is_in_flight_goes_on(tmp_path: Path, end: str) -> None:
+    tiny = Tiny()
+    made = manager(tmp_path, tiny, keep_last=None)
+
+    def body() -> None:
+        for step in made.loop(10):
+            tiny.at(step)
+            if step == 3:
+                if end == "return":
+                    return
+                if end == "raise":
+                    raise RuntimeError("body")
+                break
+
+    if end == "raise":
+        with pytest.raises(RuntimeError, match="body"):
+            body()
+    else:
+        body()
+    made.wait()
+    assert made.steps() == (1, 2)
+    assert [step for step in made.loop(5) if tiny.at(step)] == [3, 4, 5], "goes on after the last completed body"
+    made.close()
+    assert resumed(tmp_path) == 5
+
+
+def test_a_keyboard_interrupt_passes_through(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with pytest.raises(KeyboardInterrupt):
+        with manager(tmp_path, tiny) as made:
+            for step in made.loop(9):
+                tiny.at(step)
+                if step == 2:
+                    raise KeyboardInterrupt
+    assert made.steps() == (1,)
+
+
+def test_the_loop_waits_for_durability_and_raises_what_failed(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with faults() as fault, manager(tmp_path, tiny) as made:
+        loop = made.loop(2)
+        next(loop)
+        fault.arm("publish")
+        assert next(loop) == 2, "step 1 is saved in the background"
+        made._writer.idle(30)
+        failure(lambda: list(loop), StorageUnavailableError)
+        assert fault.hits == 1
+
+
+def test_total_is_checked_at_the_call(tmp_path: Path) -> None:
+    with manager(tmp_path) as made:
+        for bad in (True, 1.5, "9"):
+            with pytest.raises(TypeError):
+                made.loop(bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError):
+            made.loop(-1)
+
+
+# With data
+
+
+def batches_of(root: Path, stops: list[int], total: int, **kwargs: Any) -> list[tuple[int, list[int]]]:
+    """Ids of every batch seen by processes that are killed at `stops`, and of the one that goes through."""
+    seen: list[tuple[int, list[int]]] = []
+    for stop in [*stops, total]:
+        read, write = os.pipe()
+
+        def work(stop: int = stop, write: int = write) -> None:
+            loader = ResumableLoader(list(range(10)), 3, seed=4, **kwargs)
+            made = CheckpointManager(root, {"loader": loader}, keep_last=None)
+            with os.fdopen(write, "w") as out:
+                for step, batch in made.loop(total, loader):
+                    out.write(f"{step} {' '.join(map(str, batch.tolist()))}\n")
+                    out.flush()
+                    made.wait()
+                    if step == stop and stop != total:
+                        die()
+            made.close()
+
+        in_child(work, killed=stop != total)
+        os.close(write)
+        with os.fdopen(read) as lines:
+            for line in lines:
+                step, *ids = (int(word) for word in line.split())
+                seen = [item for item in seen if item[0] < step] + [(step, ids)]
+    return seen
+
+
+def test_batches_go_on_through_epochs_whatever_kills_fall_between(tmp_path: Path) -> None:
+    """DATA-08: several resumes in one epoch count from the epoch's start."""
+    whole = batches_of(tmp_path / "a", [], 11)
+    assert batches_of(tmp_path / "b", [1, 2, 3, 6, 9], 11) == whole
+    assert [step for step, _ in whole] == list(range(1, 12))
+    first = [i for _, ids in whole[:4] for i in ids]
+    assert sorted(set(first)) == list(range(10)), "one epoch holds every sample"
+
+
+def test_a_foreign_loader_is_warned_of_when_the_run_was_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2)  # type: ignore[arg-type]
+    with manager(tmp_path) as made:
+        assert [step for step, _ in made.loop(2, loader)] == [1, 2]
+        assert made.receipt is not None and made.receipt.exactness == "fresh start"
+    with manager(tmp_path) as made:
+        caplog.clear()
+        assert [step for step, _ in made.loop(4, loader)] == [3, 4]
+        assert len(warnings(caplog)) == 1
+        assert made.receipt is not None and "position" in made.receipt.exactness
+
+
+def test_an_empty_loader_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    with manager(tmp_path) as made, pytest.raises(ValueError, match="no batch"):
+        list(made.loop(3, []))
+
+
+def test_accumulation_inside_the_body_counts_optimizer_steps_and_samples_apart(tmp_path: Path) -> None:
+    """DATA-16: accumulation 4, resumed at step 3: step counts optimizer steps, the loader its own samples."""
+
+    def train(root: Path, stop: int) -> list[tuple[int, list[list[int]]]]:
+        loader = ResumableLoader(list(range(50)), 3, seed=1)
+        seen = []
+        with CheckpointManager(root, {"loader": loader}, async_save=False) as made:
+            start = made.resume()
+            batches = iter(loader)
+            for step in range(start + 1, stop + 1):
+                seen.append((step, [next(batches).tolist() for _ in range(4)]))
+                made.save(step)
+            assert loader.state_dict()["samples"] == stop * 12 and loader.batch == stop * 4
+        return seen
+
+    whole = train(tmp_path / "a", 4)
+    assert train(tmp_path / "b", 2) + train(tmp_path / "b", 4) == whole
+
+
+# Accumulation windows
+
+
+class Gradients:
+    """The documented way to save inside an accumulation window: gradients registered as state of their own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = state[name].clone() if name in state else None
+
+
+def accumulate(root: Path, micro: range, grads: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 2)
+    opt = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = {"model": model, "opt": opt, **({"grads": Gradients(model)} if grads else {})}
+    data = torch.arange(64, dtype=torch.float32).view(16, 4) / 64
+    with CheckpointManager(root, state, async_save=False, keep_last=None) as made:
+        start = made.resume()
+        for number in range(start + 1, micro.stop):
+            model(data[number % 16]).pow(2).sum().backward()
+            if number % 4 == 0:
+                opt.step()
+                opt.zero_grad()
+            made.save(number)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_save_in_the_middle_of_an_accumulation_window_is_exact_with_gradients_registered(tmp_path: Path) -> None:
+    """DATA-18: a step that is saved inside a window needs .grad: registered, the result is bit-exact."""
+    whole = accumulate(tmp_path / "a", range(1, 13), grads=True)
+    for stop in (2, 3, 6, 9, 11):
+        accumulate(tmp_path / f"b{stop}", range(1, stop + 1), grads=True)
+        again = accumulate(tmp_path / f"b{stop}", range(stop, 13), grads=True)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True)), stop
+
+
+def test_saves_at_boundaries_are_exact_without_gradients_and_inside_a_window_they_are_not(tmp_path: Path) -> None:
+    """DATA-18: save(k) belongs after the k-th optimizer.step(); this is what happens otherwise."""
+    whole = accumulate(tmp_path / "a", range(1, 13), grads=False)
+    for stop, exact in ((4, True), (8, True), (6, False)):
+        accumulate(tmp_path / f"b{stop}", range(1, stop + 1), grads=False)
+        again = accumulate(tmp_path / f"b{stop}", range(stop, 13), grads=False)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True)) is exact, stop
+
+
+# Signals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    watched = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in watched]
+    yield
+    assert [signal.getsignal(number) for number in watched] == before, "a handler was left behind"
+
+
+def test_no_handler_is_ever_set_without_on_signal(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with manager(tmp_path) as made:
+        for _ in made.loop(2):
+            assert signal.getsignal(signal.SIGTERM) is before and made.should_stop is False
+            assert made.should_stop_at(1) is False
+
+
+def test_a_signal_ends_the_loop_after_the_body_with_a_durable_save(tmp_path: Path) -> None:
+    tiny, seen = Tiny(), []
+    with manager(tmp_path, tiny, on_signal=("SIGTERM",), save_every_steps=100) as made:
+        for step in made.loop(50):
+            tiny.at(step)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert made.should_stop and made.should_stop_at(step)
+            seen.append(step)
+        assert seen == [1, 2, 3] and made.steps() == (3,) and made.should_stop, "it stays True"
+        assert list(made.loop(50)) == []
+    assert resumed(tmp_path) == 3
+
+
+def test_a_signal_in_any_moment_of_a_step_or_a_save_never_stores_a_half_step(tmp_path: Path) -> None:
+    """LIFE-01: SIGTERM 200 times at random moments, during the body, during a save, during collection."""
+    import gc
+
+    done = threading.Event()
+    sent = [0]
+
+    def shoot() -> None:
+        while sent[0] < 200 and not done.is_set():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            sent[0] += 1
+            time.sleep(0.001)
+
+    tiny, hits = Tiny(), [0]
+    signal.signal(signal.SIGUSR1, lambda *_: hits.__setitem__(0, hits[0] + 1))
+    step = 0
+    thread = threading.Thread(target=shoot)
+    thread.start()
+    while thread.is_alive():
+        with manager(tmp_path, tiny, on_signal=("SIGUSR1",), keep_last=2) as made:
+            for step in made.loop(step + 50):
+                tiny.at(step)
+                gc.collect(0)
+        assert resumed(tmp_path) == step, "the newest is the step whose body was completed last"
+    done.set()
+    thread.join()
+    assert sent[0] == 200
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_second_signal_goes_to_who_handled_it_before(tmp_path: Path) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        with manager(tmp_path, on_signal=("SIGTERM",)) as made:
+            made.resume()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert made.should_stop and got == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_from_another_thread_signals_are_not_watched_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        with manager(tmp_path, on_signal=("SIGTERM",)) as made:
+            assert list(made.loop(2)) == [1, 2]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(warnings(caplog)) == 1 and "main thread" in warnings(caplog)[0]
+
+
+def test_handlers_of_a_collected_manager_are_put_back(tmp_path: Path) -> None:
+    import gc
+
+    before = signal.getsignal(signal.SIGTERM)
+    made = manager(tmp_path, on_signal=("SIGTERM",))
+    made.resume()
+    assert signal.getsignal(signal.SIGTERM) != before
+    del made
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def slurm_job(root: Path, ready: int, total: int = 10_000) -> int:
+    """A script under a scheduler: its exit code is its own to choose, from `should_stop`."""
+    tiny = Tiny()
+    with manager(root, tiny, on_signal=("SIGTERM", "SIGUSR1"), save_every_steps=1000) as made:
+        for step in made.loop(total):
+            tiny.at(step)
+            if step % 10 == 0:
+                os.write(ready, b"x")
+                time.sleep(0.002)
+        return 75 if made.should_stop else 0
+
+
+def test_a_preempted_job_exits_as_the_script_says_and_its_restart_takes_the_preempt_checkpoint(tmp_path: Path) -> None:
+    """LIFE-03: signal, exit code, restart: the newest checkpoint is the one made on preemption."""
+    last = 0
+    for _ in range(2):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(slurm_job(tmp_path, write))
+        os.read(read, 1)
+        os.kill(pid, signal.SIGTERM)
+        status = wait_for(pid)
+        assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 75
+        newest = resumed(tmp_path)
+        assert newest > last and newest % 1000 != 0
+        last = newest
+        os.close(read)
+        os.close(write)
+    assert in_child(lambda: slurm_job(tmp_path, os.open(os.devnull, os.O_WRONLY), last + 5)) == 0
+    assert resumed(tmp_path) == last + 5
+
+
+@pytest.mark.parametrize("point", ["save.begin", "write.half", "publish.before", "publish.after", "remove.half"])
+def test_a_grace_period_that_ends_inside_the_save_leaves_the_previous_checkpoint(tmp_path: Path, point: str) -> None:
+    """LIFE-06: SIGKILL after SIGTERM, at every stage of the save it caused."""
+    write_steps(tmp_path, 1, keep_last=1)
+
+    def work() -> None:
+        tiny = Tiny()
+        with manager(tmp_path, tiny, on_signal=("SIGTERM",), keep_last=1) as made:
+            for step in made.loop(10):
+                tiny.at(step)
+                points.install(at_point(point, die))
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    in_child(work, killed=True)
+    assert resumed(tmp_path) in (1, 2)
+    assert resumed(tmp_path) == (2 if point in ("publish.after", "remove.half") else 1)
+
+
+def test_a_gate_in_the_writer_does_not_stop_the_body(tmp_path: Path) -> None:
+    tiny = Tiny()
+    with Gate("write.half") as gate, manager(tmp_path, tiny, save_every_steps=2) as made:
+        for step in made.loop(4):
+            tiny.at(step)
+            if step == 3:
+                gate.wait()
+                assert made.steps() == ()
+                gate.open.set()
+    assert made.steps() == (2, 4)
