@@ -151,3 +151,14 @@ def test_captured_values_are_independent_of_the_live_groups() -> None:
     optimizer.state[model.first.weight]["history"].append(2.0)
     optimizer.param_groups[0]["params"].pop()
     assert json.dumps(snapshot.values["optimizer"]) == before
+
+
+def test_a_live_moment_that_is_a_view_of_another_layout_is_replaced() -> None:
+    shape = (4, 3, 2, 2)
+    model, again = nn.Conv2d(3, 4, 2, bias=False), nn.Conv2d(3, 4, 2, bias=False)
+    optimizer, fresh = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(again.parameters(), lr=0.1)
+    moment = torch.randn(shape).to(memory_format=torch.channels_last)
+    optimizer.state[model.weight]["momentum_buffer"] = moment
+    fresh.state[again.weight]["momentum_buffer"] = torch.zeros(2, *shape)[1]
+    resume(save(model=model, optimizer=optimizer), model=again, optimizer=fresh)
+    assert bits(fresh.state[again.weight]["momentum_buffer"]) == bits(moment)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from capture_support import Net, bits, optimizer_bits, resume, save, train
 from torch.optim import lr_scheduler as lrs
+from torch.optim.swa_utils import SWALR
 
 pytestmark = pytest.mark.quick
 
@@ -142,3 +143,26 @@ def test_a_scheduler_that_holds_the_model_neither_stores_nor_replaces_it() -> No
     assert not any(name.startswith("scheduler/") for name in stored.data)
     resume(stored, model=again, optimizer=other.optimizer, scheduler=other)
     assert other.model is again
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (
+            lambda o: lrs.CyclicLR(o, 0.01, 0.1, 2, mode="exp_range", gamma=0.7, cycle_momentum=False),
+            lambda o: lrs.CyclicLR(o, 0.01, 0.1, 2, mode="triangular2", gamma=0.7, cycle_momentum=False),
+        ),
+        (
+            lambda o: SWALR(o, 0.05, anneal_epochs=6, anneal_strategy="linear"),
+            lambda o: SWALR(o, 0.05, anneal_epochs=6, anneal_strategy="cos"),
+        ),
+    ],
+)
+def test_a_function_chosen_by_a_name_follows_the_saved_name(then: Any, now: Any) -> None:
+    model, again = Net(), Net()
+    optimizer, fresh = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(again.parameters(), lr=0.1)
+    scheduler, other = then(optimizer), now(fresh)
+    advance(model, optimizer, scheduler, range(3))
+    plan = resume(save(m=model, o=optimizer, s=scheduler), m=again, o=fresh, s=other)
+    assert plan.changes == []
+    assert advance(again, fresh, other, range(3, 9)) == advance(model, optimizer, scheduler, range(3, 9))

@@ -26,7 +26,9 @@ from ckpt.format.values import Json, Path, encode, spell
 
 logger = logging.getLogger("ckpt")
 
-_HELD = frozenset({"optimizer"})
+_HELD = frozenset(
+    {"optimizer", "_scale_fn_ref", "anneal_func"}
+)  # a reference, and functions chosen by a name in the state
 _REFERENCES = (Optimizer, torch.nn.Module)  # whoever needs their state registers them
 
 
@@ -244,7 +246,7 @@ def _assign(scheduler: LRScheduler, tree: Mapping[str, Any], keep: frozenset[str
     for key, value in tree.items():
         if key not in keep and key not in _HELD:
             held[key] = _merge(held.get(key), value, keep)
-    # Both choose a function by a name that is state; torch's own load_state_dict does the same.
+    # The function that belongs to the restored name; torch's own load_state_dict does the same.
     if isinstance(scheduler, torch.optim.lr_scheduler.CyclicLR):
         scheduler._init_scale_fn()
     elif isinstance(scheduler, torch.optim.swa_utils.SWALR) and "_anneal_strategy" in held:
