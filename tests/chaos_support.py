@@ -41,7 +41,8 @@ class Momentum(torch.optim.Optimizer):
     """SGD with momentum kept in float32 whatever the parameters are."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+        # Optimizer.load_state_dict adds "differentiable" to the defaults of an optimizer that lacks it.
+        super().__init__(params, {"lr": lr, "differentiable": False})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
