@@ -132,14 +132,14 @@ def test_groups_rebuilt_from_the_saved_names_take_the_checkpoint() -> None:
     model, optimizer = grown()
     stored = save(model=model, optimizer=optimizer)
     again = Net()
-    groups = tree.saved_param_groups(stored.saved(), "optimizer", dict(again.named_parameters()))
+    groups = tree.saved_param_groups(stored.saved(), "optimizer", {"model": again})
     assert [group["lr"] for group in groups] == [0.1, 0.01]
     fresh = torch.optim.AdamW(groups)
     plan = resume(stored, model=again, optimizer=fresh)
     assert plan.notes == []
     assert optimizer_bits(fresh) == optimizer_bits(optimizer)
-    with pytest.raises(KeyError, match=r"second\.bias"):
-        tree.saved_param_groups(stored.saved(), "optimizer", dict(again.first.named_parameters(prefix="first")))
+    with pytest.raises(StateMismatchError, match=r"second\.weight, second\.bias"):
+        tree.saved_param_groups(stored.saved(), "optimizer", {"model": nn.ModuleDict({"first": again.first})})
 
 
 def test_a_group_added_twice_is_told_as_such() -> None:
@@ -157,7 +157,7 @@ def test_adding_a_restored_group_again_is_refused_and_leaves_what_was_restored()
     model, optimizer = grown()
     stored = save(model=model, optimizer=optimizer)
     again = Net()
-    fresh = torch.optim.AdamW(tree.saved_param_groups(stored.saved(), "optimizer", dict(again.named_parameters())))
+    fresh = torch.optim.AdamW(tree.saved_param_groups(stored.saved(), "optimizer", {"model": again}))
     resume(stored, model=again, optimizer=fresh)
     with pytest.raises(ValueError, match="more than one parameter group"):
         fresh.add_param_group({"params": list(again.second.parameters())})

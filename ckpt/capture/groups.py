@@ -147,9 +147,7 @@ def full_names(saved: SavedState, key: str) -> Iterator[str]:
     for part, description in saved.parts.items():
         if description.get("kind") != "module":
             continue
-        # The spellings of `parameter_keys`; a module inside a registered container keeps its place in it.
-        inner = part.partition("/")[2]
-        for prefix in ("", f"{part}.", *((f"{inner}/", f"{part.replace('/', '.', 1)}/") if inner else ())):
+        for prefix in ("", f"{part.replace('/', '.')}."):
             full = f"{part}/{escape(key.removeprefix(prefix))}"
             if key.startswith(prefix) and saved.info(full) is not None:
                 yield full

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ckpt.capture.base import SavedState
 from ckpt.capture.groups import SavedGroup, direct_tensors, saved_groups
+from ckpt.capture.module import unwrap
 from ckpt.capture.rebuild import decode_with, here
+from ckpt.errors import StateMismatchError
+from ckpt.format.names import escape
 from ckpt.format.values import Json
 
 
@@ -30,17 +33,44 @@ def optimizer_tree(saved: SavedState, part: str, decode: Callable[[Json], Any]) 
     return {"state": state, "param_groups": rows}
 
 
-def saved_param_groups(saved: SavedState, part: str, params: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+def saved_param_groups(saved: SavedState, part: str, modules: Mapping[str, torch.nn.Module]) -> list[dict[str, Any]]:
     """The saved groups over live parameters, to construct an optimizer with: [{"params": [...], "lr": ..., ...}].
 
-    params: every name of a live parameter, aliases too -> the parameter. Options that are tensors come as zeros until
-    a resume fills them. Raises KeyError naming the parameters that are not in `params`.
+    modules: registered name -> live module, wrapped or not. Options that are tensors come as zeros until a resume
+    fills them. Raises StateMismatchError listing the parameters that the modules lack.
     """
     stored = saved_groups(saved, part)
+    params = _by_key(modules)
     lacking = [key for group in stored.groups for key in group.names if key not in params]
     if lacking:
-        raise KeyError(f"parameters of the saved {part!r} that the model lacks: {', '.join(lacking[:20])}")
+        raise StateMismatchError(
+            f"{part}: {len(lacking)} parameters of its saved groups are not in the model: {', '.join(lacking[:20])}.",
+            unexpected=[f"{part}/{escape(key)}" for key in lacking],
+            step=saved.step,
+            stage="resume",
+            hint="Build the model as it was when the step was saved, and pass every module that the optimizer spans.",
+        )
     return [_live_group(saved, group, params) for group in stored.groups]
+
+
+def _by_key(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every key that `parameter_keys` may give one of the parameters, for all its paths."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in modules.items():
+        for fqn, parameter in _paths(module, ""):
+            found.setdefault(fqn, parameter)
+            found[f"{name.replace('/', '.')}.{fqn}"] = parameter
+    return found
+
+
+def _paths(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    module = unwrap(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _paths(child, f"{prefix}{name}.")
 
 
 def _live_group(saved: SavedState, group: SavedGroup, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
