@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ckpt.data.loader import ResumableLoader
     from ckpt.data.sampler import ResumableSampler
     from ckpt.data.statedict import StateDict
-    from ckpt.edges.differing import Change, DiffReport, diff
+    from ckpt.edges.differing import diff
     from ckpt.edges.exporting import export
-    from ckpt.edges.inspecting import Inspection, inspect
+    from ckpt.edges.inspecting import inspect
     from ckpt.edges.reading import read
-    from ckpt.edges.verifying import Finding, VerifyReport, verify
-    from ckpt.edges.weights import WeightsReport, load_weights
+    from ckpt.edges.verifying import verify
+    from ckpt.edges.weights import load_weights
     from ckpt.errors import (
         CheckpointError,
         ClosedError,
@@ -48,12 +48,12 @@ _HOMES = {
     "ckpt.data.loader": ("ResumableLoader",),
     "ckpt.data.sampler": ("ResumableSampler",),
     "ckpt.data.statedict": ("StateDict",),
-    "ckpt.edges.differing": ("Change", "DiffReport", "diff"),
+    "ckpt.edges.differing": ("diff",),
     "ckpt.edges.exporting": ("export",),
-    "ckpt.edges.inspecting": ("Inspection", "inspect"),
+    "ckpt.edges.inspecting": ("inspect",),
     "ckpt.edges.reading": ("read",),
-    "ckpt.edges.verifying": ("Finding", "VerifyReport", "verify"),
-    "ckpt.edges.weights": ("WeightsReport", "load_weights"),
+    "ckpt.edges.verifying": ("verify",),
+    "ckpt.edges.weights": ("load_weights",),
     "ckpt.errors": (
         "CheckpointError",
         "ClosedError",

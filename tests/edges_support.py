@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.cli.draw_inspection import draw
+from ckpt.cli.screen import Screen
 from ckpt.storage.base import ReadRange
 from ckpt.storage.local import LocalStorage
 
@@ -118,6 +121,15 @@ def counted_reads() -> Iterator[Reads]:
         yield reads
     finally:
         LocalStorage.read, LocalStorage.read_ranges = read, ranges  # type: ignore[method-assign]
+
+
+def drawn(path: Any, width: int = 80, **options: Any) -> str:
+    """What `ckpt inspect` draws, without colours."""
+    stream = io.StringIO()
+    screen = Screen(stream, width)
+    draw(screen, ckpt.inspect(path, **options))
+    screen.show()
+    return stream.getvalue()
 
 
 def golden_maker() -> Any:

@@ -141,6 +141,15 @@ def test_a_pt_file_is_taken_by_a_safe_load_with_its_ties(root: Path, tmp_path: P
     assert same(found, root) and found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_module_inside_a_container_goes_by_its_path(tmp_path: Path, kind: str) -> None:
+    save_run(tmp_path / "run", 1, parts={"nets": {"g": net(1), "d": [net(2), net(3)]}})
+    for name, seed in (("nets/g", 1), ("nets/d/1", 3)):
+        (path,) = ckpt.export(tmp_path / "run", tmp_path / f"{kind}{seed}.bin", name=name, format=kind)
+        found = safetensors.torch.load_file(path) if kind == "safetensors" else torch.load(path, weights_only=True)
+        assert set(found) == set(net().state_dict()) and torch.equal(found["2.weight"], net(seed)[2].weight)
+
+
 def test_more_than_a_shard_becomes_shards_with_an_index(root: Path, tmp_path: Path) -> None:
     paths = ckpt.export(root, tmp_path / "out", max_shard_bytes=200)
     names = [Path(path).name for path in paths]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -15,12 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edges_support import DATA, GOLDEN, counted_reads, four_ranks, net, save_run, state, step_dir
+from edges_support import DATA, counted_reads, drawn, four_ranks, net, save_run, step_dir
 
 import ckpt
-from ckpt.cli.draw_inspection import draw
-from ckpt.cli.draw_listing import draw as draw_listing
-from ckpt.cli.screen import Screen, clean, width_of
 from ckpt.edges.arrays import elements, small_float
 from ckpt.edges.listing import listing
 from ckpt.edges.statistics import BINS
@@ -309,63 +305,3 @@ def test_tensors_in_shards_are_read_across_ranks(tmp_path: Path) -> None:
     assert found.world["size"] == 4 and found.tensor is not None and found.tensor.shape == (8, 16)
     assert [rank["rank"] for rank in found.world["ranks"]] == [0, 1, 2, 3]
     assert "World of 4 ranks" in drawn(tmp_path)
-
-
-# The picture
-
-
-def drawn(path: Any, width: int = 80, stream: Any = None, **options: Any) -> str:
-    stream = stream if stream is not None else io.StringIO()
-    screen = Screen(stream, width)
-    draw(screen, ckpt.inspect(path, **options))
-    screen.show()
-    return stream.getvalue() if isinstance(stream, io.StringIO) else ""
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-@pytest.mark.parametrize("which", ["v1-types", "v1-ranks", "v1-shared", "v1-example"])
-def test_no_line_is_wider_than_the_terminal(root: Path, width: int, which: str) -> None:
-    for path in (root, GOLDEN / which):
-        text = drawn(path, width, tensors=True)
-        assert [line for line in text.splitlines() if width_of(line) > width] == []
-        screen = Screen(io.StringIO(), width)
-        draw_listing(screen, listing(path, everything=True))
-        assert [line for line in screen.lines if width_of(line) > width] == []
-
-
-def test_a_pipe_gets_neither_colours_nor_more_than_ascii_where_that_is_all_it_takes(root: Path) -> None:
-    plain = run("inspect", str(root), "--tensors", PYTHONIOENCODING="ascii")
-    assert plain.returncode == 0 and plain.stdout.isascii() and "\x1b" not in plain.stdout and "###" in plain.stdout
-    fancy = run("inspect", str(root), PYTHONIOENCODING="utf-8")
-    assert "\x1b" not in fancy.stdout and "███" in fancy.stdout
-
-
-def test_what_comes_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    evil = "\x1b[2J\x07evil\r\n\u202e"
-    parts = {"s": ckpt.StateDict(**{evil: 1.5, "t": torch.ones(2)}), "d": ckpt.StateDict(**{evil: torch.ones(2)})}
-    with ckpt.CheckpointManager(tmp_path, parts, async_save=False) as manager:
-        manager.save(1, metrics={evil: 1.0})
-        manager.pin(1, evil)
-    text = drawn(tmp_path, tensors=True) + run("ls", str(tmp_path)).stdout + run("inspect", str(tmp_path), evil).stderr
-    assert not [char for char in text if not char.isprintable() and char != "\n"]
-    assert "evil" in text and clean("\x1b[31m") == "\\x1b[31m"
-
-
-def test_a_terminal_gets_colours_and_the_window_says_how_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "123")
-    assert Screen(Terminal()).colours and Screen(Terminal()).width == 123
-    assert Screen(Terminal()).style("x", "bold") == "\x1b[1mx\x1b[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not Screen(Terminal()).colours and not Screen(io.StringIO()).colours
-
-
-def test_the_state_of_a_training_is_complete_in_the_support(root: Path) -> None:
-    assert set(ckpt.inspect(root).parts) == set(state())

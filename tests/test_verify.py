@@ -7,7 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from edges_support import DATA, GOLDEN, Reads, counted_reads, flip, four_ranks, net, save_run, span_in, span_of, step_dir
+from edges_support import (
+    DATA,
+    GOLDEN,
+    Reads,
+    counted_reads,
+    flip,
+    four_ranks,
+    net,
+    save_run,
+    span_in,
+    span_of,
+    step_dir,
+)
 
 import ckpt
 from ckpt.edges.spans import Span, SpanChecker

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ckpt.capture.base import SavedState, Target
 from ckpt.capture.reading import build_tree, leaf_paths
@@ -19,6 +17,9 @@ from ckpt.edges.progress import Progress, counted
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.values import spell
 from ckpt.manager.resuming import saved_state
+
+if TYPE_CHECKING:
+    import torch
 
 
 def read(
@@ -89,6 +90,8 @@ def _with_above(paths: Iterable[str]) -> Iterator[str]:
 
 def _wanted(saved: SavedState, paths: list[str], fits: _Fits) -> list[str]:
     """The stored names of all tensors that a leaf of the kept tree is made of."""
+    import torch
+
     names = {saved.aliases.get(name, name) for name in (*saved.tensors, *saved.aliases) if fits(name)}
     # A tensor inside a value may lie under another path than its name: it is known by the memory that stands for it.
     leaves, inner = set(paths), tuple(f"{name}/" for name in saved.composites)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ckpt.capture.base import Phase, RestorePlan, SavedState, Target, TensorInfo
 from ckpt.capture.containers import ObjectPart, load
@@ -26,6 +23,10 @@ from ckpt.format.names import unescape
 from ckpt.manager.options import Options
 from ckpt.manager.resuming import check_request, choose, saved_state
 from ckpt.storage.base import Storage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 log = logging.getLogger("ckpt")
 _HOLDS_WEIGHTS = ("module", "object")
@@ -68,6 +69,8 @@ def load_weights(
     Raises StateMismatchError (shapes that differ; names, when strict; an unknown `name`, listing those there are),
     NotCommittedError, CorruptCheckpointError, StorageUnavailableError. On any of them the model is as it was.
     """
+    from torch import nn
+
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if step in ("auto", "best"):
@@ -211,6 +214,8 @@ def _take_casts(plan: RestorePlan, model: nn.Module, name: str) -> _Casts:
 
 def _fill(stored: Stored, plan: RestorePlan, casts: _Casts, progress: Progress | None) -> None:
     """Everything is read and checked first; only then the model's memory changes."""
+    import torch
+
     copies: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
     fresh: list[Target] = []
     for target in plan.targets:
