@@ -48,7 +48,7 @@ ONE_LAYOUT = {
 }
 # Two uninterrupted runs differ, so that only the state after the resume can be compared: each with the reason.
 UNSTEADY = {
-    ("SGD", torch.bfloat16, "fused"): "the CPU kernel with momentum reads memory that nothing has written (torch 2.13)",
+    ("SGD", torch.bfloat16, "fused"): "the CPU kernel reads half-precision momentum as fp32, past its end (torch 2.13)",
 }
 
 SCHEDULERS = {
