@@ -14,7 +14,7 @@ from ckpt.edges.opening import nothing_committed, path_of, place_of
 from ckpt.errors import NotCommittedError
 from ckpt.storage.base import Storage
 
-_PATIENCE = 1.0  # seconds to wait for the lock: a live run holds it for hours
+_PATIENCE = 0.25  # seconds to wait for the lock: a live run holds it for hours
 
 
 @dataclass(frozen=True)
