@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt.data.statedict import StateDict
     from ckpt.edges.differing import diff
     from ckpt.edges.exporting import export
+    from ckpt.edges.grouping import param_groups
     from ckpt.edges.inspecting import inspect
     from ckpt.edges.reading import read
     from ckpt.edges.verifying import verify
@@ -50,6 +51,7 @@ _HOMES = {
     "ckpt.data.statedict": ("StateDict",),
     "ckpt.edges.differing": ("diff",),
     "ckpt.edges.exporting": ("export",),
+    "ckpt.edges.grouping": ("param_groups",),
     "ckpt.edges.inspecting": ("inspect",),
     "ckpt.edges.reading": ("read",),
     "ckpt.edges.verifying": ("verify",),

@@ -217,6 +217,31 @@ def test_adapters_alone_and_whole_models_are_told_apart(tmp_path: Path) -> None:
     assert ckpt.load_weights(tmp_path / "full", net(0)).unexpected == ()
 
 
+# param_groups
+
+
+def test_saved_groups_over_a_new_model_build_the_optimizer_that_was_saved(tmp_path: Path) -> None:
+    parts = state()
+    parts["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 7.0})
+    parts["model"].register_parameter("late", parts["optimizer"].param_groups[-1]["params"][0])
+    save_run(tmp_path, 1, parts=parts)
+    model = net(9)
+    model.register_parameter("late", nn.Parameter(torch.zeros(2)))
+    with counted_reads() as reads:
+        groups = ckpt.param_groups(tmp_path, torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    assert reads.ranges == []
+    assert [len(group["params"]) for group in groups] == [2, 5, 1]
+    assert groups[2]["params"][0] is model.late and groups[2]["lr"] == 7.0
+    fresh = torch.optim.AdamW(groups)
+    again = {"model": model, "optimizer": fresh}
+    with ckpt.CheckpointManager(tmp_path, again, strict=False) as manager:
+        assert manager.resume() == 1
+    with pytest.raises(ckpt.StateMismatchError, match="optimizers in it: optimizer"):
+        ckpt.param_groups(tmp_path, model, name="adam")
+    with pytest.raises(ckpt.StateMismatchError, match="late"):
+        ckpt.param_groups(tmp_path, net(9))
+
+
 # read
 
 
