@@ -39,8 +39,8 @@ def _table(screen: Screen, steps: tuple[ListedStep, ...]) -> None:
         rows.append([*row, _marks(screen, step)])
     fixed = len(head)
     table = [[*head, *(screen.fit(clean(key), 14) for key in metrics), ""], *rows]
-    # What does not fit goes first from the metrics' end, then the age, then the time of day.
-    for drop in [*range(fixed + len(metrics) - 1, fixed - 1, -1), 3, 2]:
+    # What does not fit goes: the age, then metrics from the last one on (moved by one then), then the time.
+    for drop in [3, *range(fixed + len(metrics) - 2, fixed - 2, -1), 2]:
         if _width(table) <= screen.width:
             break
         table = [row[:drop] + row[drop + 1 :] for row in table]

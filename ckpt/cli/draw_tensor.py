@@ -88,4 +88,5 @@ def _edge(edge: float, edges: Sequence[float]) -> str:
     while digits < 9 and step < 1:
         step *= 10
         digits += 1
-    return f"{edge:.{digits + 1}f}"
+    text = f"{edge:.{digits + 1}f}"
+    return text.lstrip("-") if float(text) == 0 else text
