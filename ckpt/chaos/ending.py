@@ -157,6 +157,12 @@ def _at_end(root: str, at: str, clean: Ending, other: Ending, compared: Compared
     return found
 
 
+def refuse_existing(name: str | None) -> None:
+    """ValueError when the file to compare is there already: the runs would overwrite it."""
+    if name is not None and Path(name).exists():
+        raise ValueError(f"{name} exists already and the runs would overwrite it; move it away first")
+
+
 def take_artefact(run: Run, name: str, working: Path) -> Path | None:
     """Moves the file the user named from where the run has left it into the run's folder; None when there is none.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -120,11 +122,20 @@ class Run:
                 return code, None
             now = time.monotonic()
             if kill is not None and kill.kind == "outside" and now - began >= kill.delay:
-                return -9, Claim("random, any moment", 0, child.pid, False, "")
+                return _struck_from_outside(child)
             if limit is not None and now > limit:
                 return None, None
             if self.stop.wait(TICK):
                 raise Cancelled
+
+
+def _struck_from_outside(child: Child) -> tuple[int | None, Claim | None]:
+    """Kills the first process of the start; it may have ended by itself just before, which is no kill."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGKILL)
+    while (code := child.poll()) is None:
+        time.sleep(TICK / 5)
+    return code, Claim("random, any moment", 0, child.pid, False, "") if code == -9 else None
 
 
 def _await_death(pid: int, child: Child) -> None:

@@ -48,8 +48,10 @@ def chaos(command: tuple[str, ...], points: str, seed: int | None, work: str | N
       ckpt chaos --kills 30 --points none --seed 7 --json -- python -m my.training
     """
     from ckpt.chaos.campaign import Settings, new_seed
+    from ckpt.chaos.ending import refuse_existing
     from ckpt.chaos.launch import CommandLauncher
 
+    refuse_existing(settings["compare"])
     chosen = Settings(points=point_names(points), seed=new_seed() if seed is None else seed, **settings)
     return campaign(CommandLauncher(command), chosen, work)
 
