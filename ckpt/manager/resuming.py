@@ -14,7 +14,13 @@ from ckpt.commit.line import Line, best_of, line_of
 from ckpt.commit.roster import Roster, Scanner, StepFolder
 from ckpt.commit.stored import Stored, check_all, check_headers, open_stored
 from ckpt.coordination.ranks import this_process
-from ckpt.errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StateMismatchError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StateMismatchError,
+    StorageUnavailableError,
+)
 from ckpt.manager.options import Options, step_number
 from ckpt.storage.base import Storage
 
@@ -132,35 +138,64 @@ def bring_back(
 ) -> Resumed:
     """Loads the first sound candidate into the registered objects' tensors.
 
-    Only damage leads to the next one (CorruptCheckpointError); everything else raises at once. `touched[0]` becomes
-    True as soon as live bytes may have changed.
+    Only damage leads to the next one: CorruptCheckpointError, and files that cannot be read, tried twice, while those
+    of an older step can. Everything else raises at once. `touched[0]` becomes True as soon as live bytes may have
+    changed.
     """
     attempts = list(choice.skipped)
     damaged: set[str] = set()
-    for step, reason in choice.skipped:
-        log.warning("step %d in %s is damaged and passed over: %s", step, storage.url, reason)
+    unread: StorageUnavailableError | None = None
     for folder in choice.candidates:
         try:
-            stored = open_stored(storage, folder)
-            check_headers(stored)
-            plan = plan_restore(registry, saved_state(stored), options.strict, override)
-            plan.check()
-            _check_world(stored, options)
-            if options.verify_first:
-                check_all(stored)
-            points.reach("resume.chosen")
-            touched[0] = True
-            plan.prepare()
-            land(stored, plan.targets)
-            points.reach("resume.tensors")
-            return Resumed(stored, folder, plan, tuple(attempts), frozenset(damaged))
-        except CorruptCheckpointError as error:
+            try:
+                stored, plan = _load(storage, folder, registry, options, override, touched)
+            except StorageUnavailableError as error:
+                log.info("step %d in %s could not be read, trying once more: %s", folder.step, storage.url, error)
+                stored, plan = _load(storage, folder, registry, options, override, touched)
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
             if not choice.fallback:
                 raise
+            if isinstance(error, StorageUnavailableError):
+                unread = unread or error
             attempts.append((folder.step, str(error)))
             damaged.add(folder.name)
-            log.warning("step %d in %s is damaged and passed over: %s", folder.step, storage.url, error)
+            continue
+        _tell_skipped(storage.url, attempts)
+        return Resumed(stored, folder, plan, tuple(attempts), frozenset(damaged))
+    if unread is not None:
+        # Nothing reads well: storage is away, and that is not the same as damage.
+        raise unread
+    _tell_skipped(storage.url, attempts)
     raise _all_damaged(storage.url, attempts)
+
+
+def _tell_skipped(url: str, attempts: Sequence[tuple[int, str]]) -> None:
+    for step, reason in attempts:
+        log.warning("step %d in %s is damaged and passed over: %s", step, url, reason)
+
+
+def _load(
+    storage: Storage,
+    folder: StepFolder,
+    registry: Registry,
+    options: Options,
+    override: Mapping[str, tuple[str, ...]],
+    touched: list[bool],
+) -> tuple[Stored, RestorePlan]:
+    """Structure first, then the bytes (I8)."""
+    stored = open_stored(storage, folder)
+    check_headers(stored)
+    plan = plan_restore(registry, saved_state(stored), options.strict, override)
+    plan.check()
+    _check_world(stored, options)
+    if options.verify_first:
+        check_all(stored)
+    points.reach("resume.chosen")
+    touched[0] = True
+    plan.prepare()
+    land(stored, plan.targets)
+    points.reach("resume.tensors")
+    return stored, plan
 
 
 def _check_world(stored: Stored, options: Options) -> None:
