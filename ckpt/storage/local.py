@@ -162,6 +162,7 @@ class LocalStorage(Storage):
             if folder:
                 with contextlib.suppress(FileExistsError), self._folder("") as root:
                     os.mkdir(folder, dir_fd=root)
+                    _sync_fd(root)
             with self._folder(folder) as parent:
                 draft = f".tmp-{name}-{os.urandom(8).hex()}"
                 fd = rawfile.create(draft, parent, 0)
