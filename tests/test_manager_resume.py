@@ -323,6 +323,18 @@ def test_resume_0_is_step_zero_and_not_a_fresh_start(root: str) -> None:
     assert resumed(root, 0) == 0
 
 
+def test_a_resume_between_forward_and_backward_makes_the_backward_pass_raise(tmp_path: Path) -> None:
+    """TENSOR-13: gradients of weights that have changed under the graph would be wrong without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    with CheckpointManager(tmp_path, {"m": model}, async_save=False) as made:
+        made.save(1)
+        loss = model(torch.ones(1, 3)).sum()
+        made.resume()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(torch.ones(1, 3)).sum().backward()
+
+
 # from_
 
 
