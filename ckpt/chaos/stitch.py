@@ -28,6 +28,7 @@ class Stitched:
 def stitch(processes: Sequence[Process], root: str) -> Stitched:
     """Backwards from the last process: each counts from its resume to the save that the next one resumed from."""
     own = [process for process in processes if any(event["root"] == root for event in process.of("manager"))]
+    saved = {event["save"] for process in own for event in process.of("staged") if event["root"] == root}
     parts: list[list[Event]] = []
     cut: str | None = None
     for number, process in enumerate(reversed(own)):
@@ -39,6 +40,8 @@ def stitch(processes: Sequence[Process], root: str) -> Stitched:
             events = events[: ends[-1] + 1]
         starts = [i for i, e in enumerate(events) if e.kind == "resumed" and e["root"] == root]
         cut = events[starts[-1]]["save"] if starts else None
+        # A step that no process of this run has saved is another run's, which this one started from.
+        cut = cut if cut in saved else None
         parts.append(events[starts[-1] + 1 if starts else 0 :])
         if cut is None:
             break

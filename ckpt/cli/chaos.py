@@ -82,7 +82,7 @@ def campaign(launcher: Launcher, settings: Settings, work: str | None) -> Answer
                 running = Campaign(launcher, settings, place.path, watcher, keep=place.given)
                 outcome = running.run()
             place.spared = outcome.exit != 0
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Done):
             place.spared = False
             raise
         finally:

@@ -109,7 +109,7 @@ def step_folder(path: str) -> tuple[Any, str]:
     root, name = parent_of(storage)
     if root is not None and parse_step_name(name) is not None and storage.list() is None:
         return root, name
-    place = place_of(path)
+    place = place_of(path, writes=True)
     if place.folder is None:
         raise click.UsageError(f"{place.storage.url} is a run's root; give one of its step folders.")
     if not place.folder:

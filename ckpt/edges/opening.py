@@ -73,13 +73,13 @@ def path_of(storage: Storage, folder: str) -> str:
     return f"{storage.url}/{folder}" if folder else storage.url
 
 
-def place_of(path: Any) -> Place:
-    """Where `path` (str, PathLike or an object with .fs and .path) leads.
+def place_of(path: Any, *, writes: bool = False) -> Place:
+    """Where `path` (str, PathLike or an object with .fs and .path) leads. writes: the caller may change what is there.
 
     Raises NotCommittedError when nothing is there or it is a file, StorageUnavailableError when one could not look,
     ValueError and TypeError for what is no path.
     """
-    storage = open_storage(path)
+    storage = open_storage(path, writes=writes)
     if isinstance(storage, LocalStorage):
         # A step reached through a link (runs/latest -> step-...) is known by the folder it is.
         storage = LocalStorage(os.path.realpath(storage.root))

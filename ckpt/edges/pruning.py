@@ -65,7 +65,7 @@ def prune(root: Any, keep_last: int, *, dry_run: bool = False) -> PruneReport:
     """
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, not {keep_last}")
-    place = place_of(root)
+    place = place_of(root, writes=True)
     if place.folder is not None:
         where = path_of(place.storage, place.folder)
         raise NotCommittedError(f"{where} is one step's folder, not a run's root.", path=where)

@@ -53,9 +53,7 @@ class Restorer:
         self.watched: Mapping[str, Any] | None = None  # the caller's own mapping of what was registered
         self.receipt: Receipt | None = None
 
-    def resume(
-        self, session: Session, request: str | int, from_: Any, override: Mapping[str, tuple[str, ...]]
-    ) -> int:
+    def resume(self, session: Session, request: str | int, from_: Any, override: Mapping[str, tuple[str, ...]]) -> int:
         """See CheckpointManager.resume."""
         points.reach("resume.begin")
         storage, foreign = session.storage, False
@@ -63,7 +61,7 @@ class Restorer:
         if from_ is None or request == "auto":
             choice = resuming.find(storage, session.scanner, request, self._options)
         if choice is None and from_ is not None:
-            storage, foreign = open_storage(from_), True
+            storage, foreign = open_storage(from_, writes=False), True
             choice = resuming.find(storage, Scanner(storage, tables=False), request, self._options, alone=True)
         if choice is None:
             return self._fresh(session)

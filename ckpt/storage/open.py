@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from typing import Any
@@ -63,23 +62,26 @@ def _from_fs(root: Any) -> tuple[str, Any]:
 
 
 def sandboxed(normal: str) -> str:
-    """The place that stands for `normal` while a chaos run is on; `normal` itself otherwise."""
+    """The place that stands for `normal` while a chaos run is on; `normal` itself otherwise.
+
+    Folders keep their order below the sandbox: a step's folder stays inside its root's.
+    """
     sandbox = os.environ.get(SANDBOX)
-    if not sandbox:
+    if not sandbox or normal == sandbox or normal.startswith(sandbox.rstrip("/") + "/"):
         return normal
-    if normal == sandbox or normal.startswith(sandbox.rstrip("/") + "/"):
-        return normal
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", normal).strip("-.")[-100:]
-    # Two roots must not meet in one folder because their names read alike.
-    return os.path.join(
-        sandbox, f"{readable or 'root'}-{hashlib.blake2b(os.fsencode(normal), digest_size=4).hexdigest()}"
-    )
+    return os.path.join(sandbox, normal.replace("://", ":/").lstrip("/"))
 
 
-def open_storage(root: Any, options: dict[str, Any] | None = None) -> Storage:
-    """The storage behind `root`. Opens nothing yet."""
+def open_storage(root: Any, options: dict[str, Any] | None = None, *, writes: bool = True) -> Storage:
+    """The storage behind `root`. Opens nothing yet.
+
+    writes=False: the caller only reads. While a chaos run is on, a root that the run has not made is then read where it
+    really is (weights to start from, another run to go on from); whoever may write never gets there.
+    """
     normal, fs = normalise(root)
-    normal = sandboxed(normal)
+    stand_in = sandboxed(normal)
+    if writes or os.path.lexists(stand_in):
+        normal = stand_in
     if "://" not in normal:
         return LocalStorage(normal)
     from ckpt.storage.objects import ObjectStorage
