@@ -226,8 +226,6 @@ def test_all_ranks_together_must_hold_every_element_once() -> None:
     coverage.check(sharded, [halves, other])
     for manifest, indexes in (
         (MANIFEST, [halves, other]),  # "whole" is one piece
-        (MANIFEST, [whole]),  # a rank is missing
-        (MANIFEST, [whole, whole]),
         (MANIFEST, [whole, RankIndex(SAVE, 1, {}, (), ())]),  # per-rank tensors are on each rank
         (MANIFEST, [whole, RankIndex(SAVE, 1, {}, (), (other.pieces[0], whole.pieces[0]))]),  # surplus
         (sharded, [moved, other]),  # overlapping and missing at once
@@ -235,6 +233,9 @@ def test_all_ranks_together_must_hold_every_element_once() -> None:
         (sharded, [RankIndex(SAVE, 0, {}, (), INDEX.pieces[2:]), other]),
     ):
         assert kind_of(coverage.check, manifest, indexes) == "coverage"
+    for indexes in ([whole], [other], [whole, whole], [whole, other, other], []):
+        assert kind_of(coverage.check, MANIFEST, indexes) == "index"
+        assert kind_of(coverage.check_ranks, MANIFEST, indexes) == "index"
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------

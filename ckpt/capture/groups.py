@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ckpt.capture.base import SavedState, TensorInfo
 from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from ckpt.format.names import escape, unescape
-from ckpt.format.values import Json
+from ckpt.format.values import Json, members_of
 
 BY_MODULE, BY_NAME, BY_POSITION = "module", "param_names", "position"
 
@@ -44,6 +44,7 @@ class SavedGroups:
     defaults: tuple[str, ...]
     stepped: bool
     groups: tuple[SavedGroup, ...]
+    state: Mapping[str, Json]
 
 
 def saved_groups(saved: SavedState, part: str) -> SavedGroups:
@@ -53,18 +54,17 @@ def saved_groups(saved: SavedState, part: str) -> SavedGroups:
         groups = tuple(
             SavedGroup(
                 names=tuple(map(str, group["names"])),
-                options=dict(group["options"]),
-                functions=dict(group.get("functions", {})),
+                options=members_of(group["options"]),
+                functions=members_of(group.get("functions", {})),
                 layouts=_layouts(group["layouts"]) if "layouts" in group else None,
                 device=group.get("device", "cpu"),
                 host=frozenset(group.get("host", ())),
             )
             for group in values["groups"]
         )
-        if not isinstance(values["state"], dict):
-            raise TypeError("state is no mapping")
-        return SavedGroups(values["keys"], tuple(values["defaults"]), bool(values["stepped"]), groups)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        state = members_of(values["state"])
+        return SavedGroups(values["keys"], tuple(values["defaults"]), bool(values["stepped"]), groups, state)
+    except (KeyError, TypeError, ValueError, AttributeError, CorruptCheckpointError) as error:
         raise CorruptCheckpointError(
             f"What step {saved.step} holds for {part!r} is not the state of an optimizer.",
             kind="value",

@@ -20,7 +20,7 @@ from torch import nn
 from ckpt.capture.base import CollectorLike, RestorePlan
 from ckpt.capture.composite import is_plain_class
 from ckpt.format.names import escape
-from ckpt.format.values import Json
+from ckpt.format.values import Json, check_text, members
 
 log = logging.getLogger("ckpt")
 
@@ -217,6 +217,9 @@ class ModulePart:
         frozen: list[str] = []
         extra: dict[str, Json] = {}
         self._look_at_attributes(found)
+        # Names stand in lists and keys of the manifest too, where only a whole text can.
+        check_text((fqn for fqn, _ in (*found.tensors, *found.extra)), (self.name,))
+        check_text((custom.prefix + key for custom in found.custom for key in custom.state), (self.name,))
         prefix = f"{self.name}/"
         add = into.tensor
         for fqn, tensor in found.tensors:
@@ -240,7 +243,7 @@ class ModulePart:
         if frozen:
             values["frozen"] = frozen
         if extra:
-            values["extra"] = extra
+            values["extra"] = members(extra)
         into.parts[self.name] = {"kind": self.kind}
         into.values[self.name] = values
 

@@ -16,13 +16,13 @@ from ckpt.capture.layout import match_layout
 from ckpt.capture.module import Custom, Walk, escaped, unwrap, walk
 from ckpt.capture.rebuild import Rebuild
 from ckpt.format.names import unescape
-from ckpt.format.values import Json
+from ckpt.format.values import Json, members_of
 
 
 def plan_module(name: str, module: nn.Module, plan: RestorePlan) -> None:
     """Plans that `module` becomes what was saved as `name`; its tensors stay the same objects, filled in place."""
     values: Mapping[str, Json] = plan.saved.values.get(name) or {}
-    extra: Mapping[str, Json] = values.get("extra", {})
+    extra = members_of(values.get("extra", {}))
     if _refuse_unfillable(name, module, plan):
         return
     found = walk(module)
@@ -92,7 +92,7 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
 
     Keys and shapes are compared here only where the module cannot change them as it loads; else its own load does.
     """
-    extra: Mapping[str, Json] = values.get("extra", {})
+    extra = members_of(values.get("extra", {}))
     start = f"{name}/"
     live = {f"{start}{escaped(custom.prefix + key)}": key for key in custom.state}
     nodes: dict[str, Json] = {}
@@ -120,7 +120,7 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
                 kept[full] = value
             continue
         rebuild.reserve(node)
-    metadata = values.get("metadata", {}).get(custom.prefix)
+    metadata = members_of(values.get("metadata", {})).get(custom.prefix)
 
     def put_back() -> None:
         state: OrderedDict[str, Any] = OrderedDict()

@@ -25,7 +25,7 @@ from ckpt.capture.rebuild import here
 from ckpt.capture.tensors import dim_order_of
 from ckpt.errors import UnsupportedStateError
 from ckpt.format.names import escape
-from ckpt.format.values import Json, refuse
+from ckpt.format.values import Json, check_text, members, refuse
 
 _escaped_key = functools.lru_cache(1024)(escape)  # a handful of keys, each met once a parameter
 _ON_HOST = frozenset({"step", "mu_product"})  # torch keeps these on the CPU unless a group is capturable or fused
@@ -70,6 +70,8 @@ class OptimizerPart:
     def capture(self, into: CollectorLike) -> None:
         """Raises UnsupportedStateError for parameters that no registered module holds while one is registered."""
         how, keys = g.parameter_keys(self.name, self.obj, self._names())
+        check_text((key for names in keys for key in names), (self.name,))
+        check_text((str(key) for key in self.obj.defaults), (self.name, "defaults"))
         groups: list[dict[str, Json]] = []
         entries: dict[str, Json] = {}
         for i, (group, names) in enumerate(zip(self.obj.param_groups, keys, strict=True)):
@@ -92,7 +94,7 @@ class OptimizerPart:
             # Set by the first step under a scheduler; without it torch warns at the next scheduler.step().
             "stepped": bool(getattr(self.obj, "_opt_called", False)),
             "groups": groups,
-            "state": entries,
+            "state": members(entries),
             **({"shared": into.encode(shared, (self.name, "shared"))} if shared else {}),
         }
 
@@ -107,11 +109,12 @@ class OptimizerPart:
             else:
                 rest[name] = into.encode(value, (self.name, "state", key, name))
         if rest or not state:
-            entries[key] = rest
+            entries[key] = members(rest)
 
     def _host_keys(self, group: Mapping[str, Any]) -> list[str]:
         states = (self.obj.state.get(p, {}) for p in group["params"] if p.device.type != "cpu")
         found = {key for state in states for key, value in state.items() if _on_cpu(value)}
+        check_text(found, (self.name, "state"))
         return sorted(found)
 
     def _shared(self) -> dict[Any, Any]:
@@ -138,6 +141,10 @@ class OptimizerPart:
         restore = _Restore(stepped=stored.stepped)
         placer = Placer(plan)
         table = g.direct_tensors(plan.saved, self.name)
+
+        def held(key: str) -> tuple[Mapping[str, str], Json]:
+            return table.get(key, {}), stored.state.get(key)
+
         for s, i in pairs:
             if i is None:
                 continue
@@ -145,7 +152,7 @@ class OptimizerPart:
             if s is None:
                 restore.groups.append((group, list(group["params"]), list(group.get("param_names", ())), dict))
             else:
-                self._plan_group(plan, placer, restore, (s, stored.groups[s]), (group, live[i]), table)
+                self._plan_group(plan, placer, restore, (s, stored.groups[s]), (group, live[i]), held)
         node = plan.saved.values[self.name].get("shared", {})
         placer.reserve(node, dict(live_tensors(self._shared(), (self.name, "shared"))))
         plan.restored.append(self.name)
@@ -183,7 +190,7 @@ class OptimizerPart:
         restore: _Restore,
         saved: tuple[int, g.SavedGroup],
         live: tuple[dict[str, Any], list[str]],
-        table: Mapping[str, Mapping[str, str]],
+        held: Callable[[str], tuple[Mapping[str, str], Json]],
     ) -> None:
         index, stored = saved
         group, keys = live
@@ -207,12 +214,11 @@ class OptimizerPart:
                 plan.shape.append((f"{self.name}/{escape(keys[j])}", str(list(layout.shape)), str(list(p.shape))))
                 continue
             home = Home(p, stored, accelerated, layout)
-            restore.states.append((p, self._plan_state(plan, placer, keys[j], home, table.get(keys[j], {}))))
+            restore.states.append((p, self._plan_state(plan, placer, keys[j], home, *held(keys[j]))))
 
     def _plan_state(
-        self, plan: RestorePlan, placer: Placer, key: str, home: Home, names: Mapping[str, str]
+        self, plan: RestorePlan, placer: Placer, key: str, home: Home, names: Mapping[str, str], node: Json
     ) -> Options | None:
-        node = plan.saved.values[self.name]["state"].get(key)
         if not names and node is None:
             return None
         live = self.obj.state.get(home.param, {})

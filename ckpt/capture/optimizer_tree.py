@@ -23,7 +23,7 @@ def optimizer_tree(saved: SavedState, part: str, decode: Callable[[Json], Any]) 
     """
     stored = saved_groups(saved, part)
     table = direct_tensors(saved, part)
-    values: Mapping[str, Json] = saved.values[part]["state"]
+    values = stored.state
     state = {}
     for key in (key for group in stored.groups for key in group.names):
         if key in table or key in values:

@@ -12,7 +12,7 @@ from ckpt.capture.functions import difference, fingerprint, is_function
 from ckpt.capture.groups import SavedGroup
 from ckpt.capture.placing import Placer, live_tensors
 from ckpt.errors import UnsupportedStateError
-from ckpt.format.values import Json, Path, encode
+from ckpt.format.values import Json, Path, encode, members
 
 _NOT_OPTIONS = ("params", "param_names")
 # A scheduler moves these options while training goes on, and leaves the key beside them: a difference is no news.
@@ -30,7 +30,7 @@ def capture_options(group: Mapping[str, Any], path: Path, into: CollectorLike) -
             functions[key] = fingerprint(value).to_json()
         else:
             options[key] = into.encode(value, (*path, key))
-    return {"options": options, **({"functions": functions} if functions else {})}
+    return {"options": members(options), **({"functions": members(functions)} if functions else {})}
 
 
 def kept(plan: RestorePlan, part: str) -> frozenset[str]:

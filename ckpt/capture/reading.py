@@ -11,7 +11,7 @@ from ckpt.capture.base import SavedState
 from ckpt.capture.optimizer_tree import optimizer_tree
 from ckpt.capture.rebuild import ABSENT, PartReference, decode_with, stored_tensor
 from ckpt.format.names import unescape
-from ckpt.format.values import Json, spell
+from ckpt.format.values import Json, members_of, spell
 
 Keep = Callable[[str], bool]
 
@@ -64,7 +64,7 @@ def _part(name: str, saved: SavedState, tensors: Mapping[str, torch.Tensor]) -> 
 
 def _module(name: str, saved: SavedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     values = saved.values.get(name) or {}
-    extra: Mapping[str, Json] = values.get("extra", {})
+    extra = members_of(values.get("extra", {}))
     start = len(name) + 1
     # Tensors inside extra state lie one level deeper than those of parameters and buffers.
     full_names = saved.names.get(name.split("/", 1)[0], ())

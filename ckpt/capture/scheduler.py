@@ -22,7 +22,7 @@ from ckpt.capture.functions import Fingerprint, difference, fingerprint, is_func
 from ckpt.capture.options import brief, differs, show
 from ckpt.capture.placing import Placer, live_tensors
 from ckpt.errors import UnsupportedStateError
-from ckpt.format.values import Json, Path, encode, spell
+from ckpt.format.values import Json, Path, encode, members_of, spell
 
 logger = logging.getLogger("ckpt")
 
@@ -111,6 +111,7 @@ class SchedulerPart:
         plan.later(Phase.SCHEDULERS, action)
 
     def _compare_keys(self, plan: RestorePlan, node: Mapping[str, Json], live: Mapping[str, Any], path: Path) -> None:
+        node = members_of(node)
         # Private names come and go with releases of torch; another kind of scheduler differs in public ones.
         for key in live.keys() - node.keys():
             if not key.startswith("_"):
@@ -131,6 +132,7 @@ class SchedulerPart:
         self, plan: RestorePlan, scheduler: Any, node: Any, live: Any, keep: frozenset[str], path: Path
     ) -> None:
         """Notes what the script sets otherwise: arguments of the constructor that the scheduler keeps by their name."""
+        node = members_of(node)
         arguments = inspect.signature(type(scheduler).__init__).parameters
         for key in arguments.keys() - {"self", "optimizer", "last_epoch"}:
             if key in live and key in node and key not in keep and not _is_live(getattr(scheduler, key, None)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.names import escape
-from ckpt.format.values import Json, decode
+from ckpt.format.values import Json, decode, members, members_of
 
 _MAPPINGS = ("$dict", "$odict", "$counter")
 _SEQUENCES = ("$tuple",)
@@ -54,8 +54,8 @@ def leaves(values: Mapping[str, Json], parts: Mapping[str, Mapping[str, Json]]) 
             rest = {key: item for key, item in node.items() if key != "groups"}
             for i, group in enumerate(node["groups"]):
                 options = {key: item for key, item in group.items() if key not in ("options", "names")}
-                options = {**group.get("options", {}), **options, "params": group.get("names")}
-                _walk(options, f"{name}/param_groups/{i}", found)
+                options = {**members_of(group.get("options", {})), **options, "params": group.get("names")}
+                _walk(members(options), f"{name}/param_groups/{i}", found)
             _walk(rest, name, found)
         else:
             _walk(node, name, found)
@@ -126,7 +126,7 @@ def _is_simple(node: Json) -> bool:
 def _optimizer(node: Mapping[str, Json]) -> dict[str, Any]:
     groups = []
     for group in node.get("groups") or ():
-        options = group.get("options", {})
+        options = members_of(group.get("options", {}))
         row: dict[str, Any] = {"params": len(group.get("names", ()))}
         for key in ("lr", "weight_decay", "momentum"):
             if key in options:

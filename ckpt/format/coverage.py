@@ -10,23 +10,30 @@ from ckpt.format.manifest import Manifest
 from ckpt.geometry import Box, covers
 
 
+def check_ranks(manifest: Manifest, indexes: Iterable[RankIndex]) -> None:
+    """One index for each rank of the world and no other. Raises CorruptCheckpointError (kind "index")."""
+    ranks = sorted(index.rank for index in indexes)
+    if ranks != list(range(manifest.world_size)):
+        shown = ", ".join(map(str, ranks[:20])) or "none"
+        why = f"it lists the indexes of the ranks {shown} in a world of {manifest.world_size}"
+        raise CorruptCheckpointError(
+            f"The checkpoint is damaged: {why}.", kind="index", step=manifest.step, stage="read"
+        )
+
+
 def check(manifest: Manifest, indexes: Iterable[RankIndex]) -> None:
     """Checks the indexes of every rank of the manifest's world together.
 
-    Raises CorruptCheckpointError (kind "coverage", with the tensor's name) when a tensor has missing, overlapping or
-    surplus pieces, or pieces on a rank that is not of its group.
+    Raises CorruptCheckpointError: of kind "index" as `check_ranks`, of kind "coverage" with the tensor's name when a
+    tensor has missing, overlapping or surplus pieces, or pieces on a rank that is not of its group.
     """
+    indexes = list(indexes)
+    check_ranks(manifest, indexes)
     table, groups = manifest.tensors, manifest.groups
     held: list[list[tuple[int, Box]]] = [[] for _ in table.names]
-    ranks: set[int] = set()
     for index in indexes:
-        if index.rank in ranks:
-            raise _corrupt(manifest, f"two indexes of rank {index.rank}", None)
-        ranks.add(index.rank)
         for piece in index.pieces:
             held[piece.tensor].append((index.rank, piece.box))
-    if len(ranks) != manifest.world_size:
-        raise _corrupt(manifest, f"indexes of {len(ranks)} ranks in a world of {manifest.world_size}", None)
     for name, shape, number, pieces in zip(table.names, table.shapes, table.groups, held, strict=True):
         group = groups[number]
         if group.kind == "whole":
@@ -40,7 +47,7 @@ def check(manifest: Manifest, indexes: Iterable[RankIndex]) -> None:
             raise _corrupt(manifest, f"the pieces of {name[:200]!r} do not make it up once", name)
 
 
-def _corrupt(manifest: Manifest, why: str, tensor: str | None) -> CorruptCheckpointError:
+def _corrupt(manifest: Manifest, why: str, tensor: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"The checkpoint is damaged: {why}.", kind="coverage", tensor=tensor, step=manifest.step, stage="read"
     )

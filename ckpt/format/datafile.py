@@ -48,6 +48,25 @@ class Layout:
         return len(self.header)
 
 
+def header_keys(tensors: Iterable[str]) -> list[str]:
+    """The header key of each piece of a file, from the full names of their tensors, the pieces of one tensor in
+    ascending order of their offsets: the name for the first piece, then name#1, name#2, ... past those numbers that
+    give the name of another tensor in the file."""
+    listed = list(tensors)
+    taken = set(listed)
+    if len(taken) == len(listed):
+        return listed
+    last: dict[str, int] = {}
+    keys = []
+    for name in listed:
+        key, number = name, last.get(name, -1) + 1
+        while number and (key := f"{name}#{number}") in taken:
+            number += 1
+        last[name] = number
+        keys.append(key)
+    return keys
+
+
 def lay_out(pieces: Iterable[PieceSpec]) -> Layout:
     """The layout of a file that holds `pieces`. Pure: the same pieces give the same bytes.
 

@@ -12,6 +12,7 @@ from ckpt.errors import CorruptCheckpointError
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
+_ZEROS = bytes(ord("0") if 48 <= i <= 57 else i for i in range(256))  # every digit becomes a zero
 MAX_NODES = 32_000_000  # values of one text: what they take once parsed is about 60 bytes each
 
 
@@ -53,6 +54,15 @@ def _finite(text: str) -> float:
     return value
 
 
+def _bounded(text: str) -> int:
+    value = int(text)
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"the number {text[:40]}... is out of range") from None
+    return value
+
+
 def load(data: bytes | bytearray, *, what: str, kind: str, limit: int, path: str | None = None) -> dict[str, Any]:
     """The JSON object in `data`.
 
@@ -73,8 +83,14 @@ def load(data: bytes | bytearray, *, what: str, kind: str, limit: int, path: str
     if has_lone_surrogate(data):
         raise corrupt("a text in it holds a lone surrogate")
     try:
+        # An integer beyond a double has 309 digits; a call of ours for each of a million short ones takes long.
+        long = b"0" * 309 in data.translate(_ZEROS)
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_bounded if long else None,
         )
     except RecursionError:
         raise corrupt("it is nested too deep") from None

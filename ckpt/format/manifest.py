@@ -229,7 +229,7 @@ def _numbers(top: Fields, key: str) -> dict[str, float]:
 
 def _number(top: Fields, where: str, node: Json) -> float:
     try:
-        value = decode(node) if type(node) is dict else node
+        value = decode(node) if type(node) is dict and list(node) == ["$float"] else node
         if type(value) in (int, float):
             return float(value)
     except (CorruptCheckpointError, OverflowError):
@@ -241,6 +241,8 @@ def _world(top: Fields) -> dict[str, Json]:
     world = top.sub("world")
     if world.natural("size", names.MAX_WORLD) < 1:
         raise world.error("'size' is 0")
+    if "writer" in world.value:
+        world.matching("writer", names.is_id)
     return world.value
 
 
@@ -249,5 +251,8 @@ def _parts(top: Fields) -> dict[str, dict[str, Json]]:
     for name, value in parts.items():
         if not names.is_part_path(name):
             raise top.error(f"{name[:80]!r} is no name of a part")
-        Fields(value, what=f"manifest (part {name[:80]})", kind="manifest", path=top.path).get("kind", str)
+        part = Fields(value, what=f"manifest (part {name[:80]})", kind="manifest", path=top.path)
+        part.get("kind", str)
+        for composite in part.get("composites", dict).values() if "composites" in part.value else ():
+            Fields(composite, what=part.what, kind="manifest", path=top.path).get("kind", str)
     return parts

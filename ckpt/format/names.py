@@ -68,7 +68,10 @@ def is_part_name(name: object) -> bool:
 
 def is_part_path(name: object) -> bool:
     """True for a registered name, or one of an object inside a registered container: "nets/generator"."""
-    return isinstance(name, str) and len(name) <= MAX_NAME and is_part_name(name.partition("/")[0])
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        return False
+    first = name.partition("/")[0]
+    return is_part_name(first) and first not in RESERVED_PARTS
 
 
 def is_id(value: object) -> bool:

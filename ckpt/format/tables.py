@@ -178,7 +178,7 @@ def _check_names(sub: Fields, listed: Iterable[Any]) -> None:
         if not slash or (not name.isascii() and len(name.encode()) > names.MAX_NAME):
             raise sub.error(f"the tensor's name {name[:80]!r} has no part, or is too long")
         parts.add(part)
-    wrong = next((part for part in parts if not names.is_part_name(part)), None)
+    wrong = next((part for part in parts if not names.is_part_path(part)), None)
     if wrong is not None:
         raise sub.error(f"a tensor's name begins with {wrong[:80]!r}, which is no name of a part")
 

@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
@@ -49,6 +49,47 @@ def refuse(value: object, path: Path, why: str = "") -> UnsupportedStateError:
         stage="capture",
         hint="Keep plain values, tensors and arrays in the state, or give the object a state_dict and load_state_dict.",
     )
+
+
+def check_text(listed: Iterable[str], path: Path) -> None:
+    """Raises UnsupportedStateError, naming it, for a name that holds a lone surrogate: it stands in a list or as a key
+    where the format has no other spelling for it."""
+    listed = list(listed)
+    if "".join(listed).isascii():
+        return
+    for name in listed:
+        if not _is_text(name):
+            full = spell((*path, name))
+            raise UnsupportedStateError(
+                f"{full} cannot be saved: its name holds a lone surrogate, which is no character.",
+                name=full,
+                type="str",
+                stage="capture",
+                hint="Give it another name.",
+            )
+
+
+def members(nodes: Mapping[str, Json]) -> Json:
+    """The dict whose values are spelled by `nodes` already: one whose keys a user chose may not be put there raw, or
+    its first key could read as a tag."""
+    if all(not key.startswith("$") and _is_text(key) for key in nodes):
+        return dict(nodes)
+    return {"$dict": [[encode(key), node] for key, node in nodes.items()]}
+
+
+def members_of(node: Json) -> dict[str, Json]:
+    """The values of a stored dict with text keys, still spelled; the inverse of `members`.
+
+    Raises CorruptCheckpointError for what is no such dict.
+    """
+    if type(node) is dict and not next(iter(node), "").startswith("$"):
+        return node
+    rows = node.get("$dict") if type(node) is dict and len(node) == 1 else None
+    if type(rows) is list and all(type(row) is list and len(row) == 2 for row in rows):
+        found = {decode(key): item for key, item in rows}
+        if len(found) == len(rows) and all(type(key) is str for key in found):
+            return found
+    raise CorruptCheckpointError("A stored value is no dict with text keys.", kind="value")
 
 
 def encode_float(value: float) -> Json:
