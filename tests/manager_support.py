@@ -1,4 +1,4 @@
-"""A small state, faults at the verbs of storage, and processes that die: for tests of managers and what they rest on."""
+"""A small state, faults at the verbs of storage, and processes that die: for tests of managers and storage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def manager(root: Any, tiny: Tiny | None = None, **options: Any) -> CheckpointMa
     return CheckpointManager(root, (tiny or Tiny()).state, **options)
 
 
-def write_steps(root: Any, *steps: int, metrics: Callable[[int], dict[str, float]] | None = None, **options: Any) -> None:
+def write_steps(
+    root: Any, *steps: int, metrics: Callable[[int], dict[str, float]] | None = None, **options: Any
+) -> None:
     """One process's worth of saves: resumes, saves each step durably, closes."""
     options.setdefault("keep_last", None)
     tiny = Tiny()

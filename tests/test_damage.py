@@ -275,9 +275,7 @@ def test_a_missing_or_flipped_rng_component_raises_and_is_never_only_logged(tmp_
     record = Manifest.parse((folder / FILES[0]).read_bytes())
     from dataclasses import replace
 
-    files = tuple(
-        replace(f, bytes=len(data), xxh3_128=digest(data)) if f.name == FILES[1] else f for f in record.files
-    )
+    files = tuple(replace(f, bytes=len(data), xxh3_128=digest(data)) if f.name == FILES[1] else f for f in record.files)
     (folder / FILES[1]).write_bytes(data)
     (folder / FILES[0]).write_bytes(replace(record, files=files).encode())
     with manager(tmp_path) as made:

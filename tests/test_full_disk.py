@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from manager_support import (
-    Faults, Tiny, debris, failure, faults, folders, in_child, manager, resumed, warnings, write_steps,
+    Faults,
+    Tiny,
+    debris,
+    failure,
+    faults,
+    folders,
+    in_child,
+    manager,
+    resumed,
+    warnings,
+    write_steps,
 )  # fmt: skip
 
 from ckpt import CheckpointManager, StateDict

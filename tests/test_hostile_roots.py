@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from manager_support import (
-    Tiny, contents, failure, folders, in_child, manager, resumed, scan, warnings, write_steps,
+    Tiny,
+    contents,
+    failure,
+    folders,
+    in_child,
+    manager,
+    resumed,
+    scan,
+    warnings,
+    write_steps,
 )  # fmt: skip
 
 from ckpt import CheckpointManager, StateDict
@@ -19,7 +28,8 @@ from ckpt.errors import StorageUnavailableError
 pytestmark = pytest.mark.full
 
 ODD = [
-    "a[b]*{c}", "with spaces ", "日本語-ü", "emoji-🧪", "a%20b", "quote'\"s", "semi;colon&amp", "new\nline", "-rf", "~home",
+    "a[b]*{c}", "with spaces ", "日本語-ü", "emoji-🧪", "a%20b", "quote'\"s", "semi;colon&amp", "new\nline", "-rf",
+    "~home",
     "step-00000001", "pins", ".hidden", ".tmp-run", "lr=0.1,bs=8", "C:\\x", "#?", "x" * 200,
 ]  # fmt: skip
 
@@ -134,7 +144,16 @@ SHAPES: dict[str, Callable[[Path], None]] = {
     "link away": lambda path: path.symlink_to("/etc"),
     "fifo": lambda path: os.mkfifo(path),
 }
-PLACES = ["pins", "step-00000009", "step-99999999999999999999", "notes", "step-", "STEP-00000001", ".cache", "manifest.json"]
+PLACES = [
+    "pins",
+    "step-00000009",
+    "step-99999999999999999999",
+    "notes",
+    "step-",
+    "STEP-00000001",
+    ".cache",
+    "manifest.json",
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -128,7 +128,7 @@ def test_the_line_is_what_the_processes_did(runs: list[tuple[int, list[int], boo
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0.0, 1.0, -1.0, float("nan"), float("inf"), None]))))
 def test_best_is_never_a_nan_and_ties_go_to_the_earlier(rows: list[tuple[int, float | None]]) -> None:
     """RET-04: ties; NaN is never best."""
-    found = {step: value for step, value in rows}
+    found = dict(rows)
     steps = [
         folder(make_manifest(step=step, metrics={} if value is None else {"loss": value}))
         for step, value in sorted(found.items())

@@ -76,6 +76,7 @@ def test_a_manager_that_was_only_made_locks_and_makes_nothing(tmp_path: Path) ->
 
 def test_a_dead_owners_lock_is_free_at_once(tmp_path: Path) -> None:
     """RACE-08: a stale lock of a dead owner is taken over safely."""
+
     def work() -> None:
         held = manager(tmp_path)
         held.resume()

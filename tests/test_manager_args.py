@@ -46,7 +46,8 @@ WRONG: list[tuple[str, Any]] = [
     ("async_save", 1), ("async_save", None), ("when_busy", "drop"), ("on_failure", "ignore"),
     ("max_durable_age", 0), ("max_durable_age", -1), ("on_signal", ["SIGWHAT"]), ("on_signal", ["SIGKILL"]),
     ("on_signal", [15.5]), ("on_world_change", "shrink"), ("strict", "yes"), ("verify_first", 1), ("replicated", "a"),
-    ("per_rank", [1]), ("storage_options", [1]), ("lock_timeout", -1), ("lock_timeout", "x"), ("lock_timeout", math.nan),
+    ("per_rank", [1]), ("storage_options", [1]), ("lock_timeout", -1), ("lock_timeout", "x"),
+    ("lock_timeout", math.nan),
     ("capture", "lazy"), ("reuse", None), ("deadline_s", 0), ("deadline_s", None), ("exit_timeout", -1),
 ]  # fmt: skip
 
@@ -76,7 +77,8 @@ def test_an_unknown_argument_is_a_type_error(tmp_path: Path) -> None:
     "options",
     [
         dict(keep_last=None), dict(keep_last=np.int64(2)), dict(monitor="loss"), dict(monitor="loss", keep_best=2),
-        dict(on_signal=("SIGTERM", "SIGUSR1")), dict(on_signal="SIGTERM"), dict(save_every_steps=1, save_every_minutes=1),
+        dict(on_signal=("SIGTERM", "SIGUSR1")), dict(on_signal="SIGTERM"),
+        dict(save_every_steps=1, save_every_minutes=1),
         dict(lock_timeout=0), dict(deadline_s=math.inf, exit_timeout=math.inf, lock_timeout=math.inf),
     ],
 )  # fmt: skip
@@ -184,7 +186,9 @@ def test_a_step_out_of_range_is_a_value_error(tmp_path: Path, step: Any) -> None
         made.save(step)
 
 
-@pytest.mark.parametrize("step", [0, 1, np.int32(7), np.uint64(8), torch.tensor(9), 99_999_999, 123_456_789_012, 1 << 62])
+@pytest.mark.parametrize(
+    "step", [0, 1, np.int32(7), np.uint64(8), torch.tensor(9), 99_999_999, 123_456_789_012, 1 << 62]
+)
 def test_every_whole_number_is_a_step_and_comes_back(tmp_path: Path, step: Any) -> None:
     with manager(tmp_path, async_save=False) as made:
         assert made.save(step) is True
@@ -230,7 +234,22 @@ def test_metrics_are_a_mapping_of_names(tmp_path: Path, bad: Any) -> None:
 
 def test_metric_names_of_any_text_never_become_file_names(tmp_path: Path) -> None:
     """FS-09: values live in the manifest; names on disk hold [A-Za-z0-9._-] only."""
-    odd = ["val/loss", "a\\b", ":", '*?"<>|', "100%", " spaces ", "..", "日本", "x" * 300, "CON", "dot.", "", "\n", "/etc"]
+    odd = [
+        "val/loss",
+        "a\\b",
+        ":",
+        '*?"<>|',
+        "100%",
+        " spaces ",
+        "..",
+        "日本",
+        "x" * 300,
+        "CON",
+        "dot.",
+        "",
+        "\n",
+        "/etc",
+    ]
     metrics = {name: float(i) for i, name in enumerate(odd)}
     with manager(tmp_path, async_save=False, monitor="val/loss", keep_best=1) as made:
         made.save(1, metrics=metrics)
@@ -279,7 +298,8 @@ def test_override_maps_registered_names_to_lists(tmp_path: Path, override: Any) 
 def test_every_public_name_of_a_manager_is_in_the_contract() -> None:
     public = {name for name in dir(CheckpointManager) if not name.startswith("_")}
     assert public == {
-        "register", "save", "resume", "loop", "batches", "restore_rng", "wait", "close", "should_stop", "should_stop_at",
+        "register", "save", "resume", "loop", "batches", "restore_rng", "wait", "close", "should_stop",
+        "should_stop_at",
         "steps", "latest_step", "best_step", "pin", "unpin", "last_save", "receipt", "root",
     }  # fmt: skip
 

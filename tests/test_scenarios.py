@@ -14,7 +14,8 @@ pytestmark = pytest.mark.quick
 HERE = Path(__file__).resolve().parent
 ID = re.compile(r"\b[A-Z]+-[0-9]{2}\b")
 KINDS = (
-    "TORN", "DUR", "RET", "ASYNC", "FS", "RNG", "DATA", "OPT", "SCHED", "AUX", "TENSOR", "KEYS", "PY", "LIFE", "CFG", "MEM",
+    "TORN", "DUR", "RET", "ASYNC", "FS", "RNG", "DATA", "OPT", "SCHED", "AUX", "TENSOR", "KEYS", "PY", "LIFE", "CFG",
+    "MEM",
 )  # fmt: skip
 # Of the other kinds, what one machine can show.
 ALSO = ("RACE-07", "RACE-08")
