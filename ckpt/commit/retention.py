@@ -38,7 +38,12 @@ class Choice:
 
 
 def choose(
-    line: Line, policy: Policy, pins: Mapping[int, Pin], *, damaged: Collection[str] = (), protected: Collection[str] = ()
+    line: Line,
+    policy: Policy,
+    pins: Mapping[int, Pin],
+    *,
+    damaged: Collection[str] = (),
+    protected: Collection[str] = (),
 ) -> Choice:
     """The union of all reasons to keep; none counts against another (I5).
 

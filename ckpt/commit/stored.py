@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ckpt.commit.roster import StepFolder
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format import names
+from ckpt.format import coverage, names
 from ckpt.format.digest import Streaming, digest
 from ckpt.format.index import RankIndex
 from ckpt.format.manifest import FileEntry, Manifest
@@ -70,14 +70,7 @@ def open_stored(storage: Storage, folder: StepFolder) -> Stored:
                 raise _damaged(storage, prefix + entry.name, entry, why, "missing-file" if data is None else "digest")
             indexes.append(RankIndex.parse(data, manifest, f"{storage.url}/{prefix}{entry.name}"))
     indexes.sort(key=lambda index: index.rank)
-    if [index.rank for index in indexes] != list(range(manifest.world_size)):
-        raise CorruptCheckpointError(
-            f"{storage.url}/{folder.name} lists the indexes of ranks {[i.rank for i in indexes]} in a world of "
-            f"{manifest.world_size}.",
-            kind="index",
-            step=manifest.step,
-            path=f"{storage.url}/{folder.name}",
-        )
+    coverage.check_ranks(manifest, indexes, f"{storage.url}/{folder.name}")
     return Stored(storage, folder.name, manifest, tuple(indexes))
 
 

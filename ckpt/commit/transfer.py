@@ -102,7 +102,7 @@ def _half(total: int) -> Callable[[int], None]:
 
 
 class Landing(NamedTuple):
-    """A stored piece of `len(into)` bytes at `start` of its file, to be read into `into` and checked against `xxh3_128`."""
+    """A stored piece of `len(into)` bytes at `start` of its file, to be read into `into` and checked."""
 
     tensor: str
     start: int

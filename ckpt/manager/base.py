@@ -64,8 +64,8 @@ class ManagerBase:
         self._check_pid()
         if self._saver.inside == threading.get_ident():
             raise CheckpointError(
-                "The manager was used while it was taking the state for a save, by a signal handler or by a hook of the "
-                "state; the checkpoint would hold two moments.",
+                "The manager was used while it was taking the state for a save, by a signal handler or by a hook of "
+                "the state; the checkpoint would hold two moments.",
                 path=self._storage.url,
                 stage="save",
                 hint="Set a flag there and act on it between two steps; on_signal does that.",
@@ -128,7 +128,7 @@ class ManagerBase:
         return self._restorer.receipt
 
     def pin(self, step: int, note: str = "") -> None:
-        """Keeps a committed step from ever being removed; again: the note is replaced. Durable on return, takes no lock.
+        """Keeps a committed step from ever being removed; again: the note is replaced. Durable on return, no lock.
 
         Raises NotCommittedError when the step is not committed, ValueError for a note of more than 1 KiB.
         """

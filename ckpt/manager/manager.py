@@ -181,8 +181,8 @@ class CheckpointManager(ManagerBase):
             self.save(step)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """One epoch of any loader, with the late restore that makes a resume exact: the iterator is made, which may draw
-        random numbers, and then they are put back."""
+        """One epoch of any loader, with the late restore that makes a resume exact: the iterator is made, which may
+        draw random numbers, and then they are put back."""
         with self._entered():
             self._restorer.check_loader(loader)
         return epoch(loader, self._restorer.restore_rng_once)
@@ -231,8 +231,8 @@ class CheckpointManager(ManagerBase):
                 raise failure
 
     def _save_last(self, timeout: float) -> CheckpointError | None:
-        """Saves the last completed step if it is not durable. An earlier save's failure is returned: raised at the entry
-        of `save` it would take the last save's place."""
+        """Saves the last completed step if it is not durable. An earlier save's failure is returned: raised at the
+        entry of `save` it would take the last save's place."""
         if not self._entered_root or self._restorer.broken is not None:
             return None
         self._saver.settle(timeout)
@@ -256,8 +256,8 @@ class CheckpointManager(ManagerBase):
             self._saver.release()
             return failure
         abandoned = DeadlineError(
-            f"The save of step {self._session.in_flight} into {self._storage.url} was not finished within {timeout:g} s "
-            "and is abandoned.",
+            f"The save of step {self._session.in_flight} into {self._storage.url} was not finished within {timeout:g} "
+            "s and is abandoned.",
             step=self._session.in_flight,
             path=self._storage.url,
             stage="close",

@@ -156,7 +156,8 @@ class Saver:
         """Waits for the save in flight; DeadlineError after `timeout` seconds, and it goes on."""
         if not self._writer.idle(timeout):
             raise DeadlineError(
-                f"The save in flight into {self._session.storage.url} was not finished within {timeout:g} s; it goes on.",
+                f"The save in flight into {self._session.storage.url} was not finished within {timeout:g} s and goes "
+                "on.",
                 step=self._session.in_flight,
                 path=self._session.storage.url,
                 stage="wait",

@@ -20,8 +20,14 @@ from ckpt.commit.line import Line, line_of, manifest, next_incarnation
 from ckpt.commit.lock import RootLock
 from ckpt.commit.roster import Roster, Scanner, StepFolder, looks_ours
 from ckpt.commit.transfer import Digests, send
-from ckpt.errors import CheckpointError, CommitUnknown, LockedError, OutOfSpaceError, RunExistsError
-from ckpt.errors import StorageUnavailableError
+from ckpt.errors import (
+    CheckpointError,
+    CommitUnknown,
+    LockedError,
+    OutOfSpaceError,
+    RunExistsError,
+    StorageUnavailableError,
+)
 from ckpt.format import names
 from ckpt.format.digest import digest
 from ckpt.format.index import DataFile, Piece, RankIndex
@@ -276,7 +282,7 @@ class Session:
         """Retention after a durable commit (I5); its failure is a warning."""
         try:
             self._tidy()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a bug here must not end the training
             log.warning("retention in %s failed, will try again after the next save: %r", self.storage.url, error)
 
     def _tidy(self) -> None:

@@ -23,8 +23,8 @@ class Writer:
         return self._busy
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Hands over `job`, which never raises; the writer must be idle. Where no thread can be started (the interpreter
-        is ending, or the process may have no more), the job is done before this returns."""
+        """Hands over `job`, which never raises; the writer must be idle. Where no thread can be started (the
+        interpreter is ending, or the process may have no more), the job is done before this returns."""
         with self._change:
             assert not self._busy, "one save in flight"
             if self._thread is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from ckpt import points
@@ -145,6 +146,6 @@ def _entry(info: dict[str, Any]) -> Entry:
         return Entry(name, "folder")
     created = info.get("created")
     # A datetime, or seconds, by the version of fsspec; without either a replaced object could not be told from the old.
-    seconds = created.timestamp() if hasattr(created, "timestamp") else created
+    seconds = created.timestamp() if isinstance(created, datetime) else created
     mark = (int(seconds * 1_000_000), info["size"] or 0) if isinstance(seconds, (int, float)) else ()
     return Entry(name, "file", info["size"] or 0, mark)
