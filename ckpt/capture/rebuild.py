@@ -12,7 +12,7 @@ import torch
 from ckpt.capture import composite
 from ckpt.capture.base import RestorePlan, SavedState, Target
 from ckpt.capture.tensors import allocate
-from ckpt.errors import CorruptCheckpointError
+from ckpt.format import payloads
 from ckpt.format.values import Json, decode
 
 ABSENT: Any = object()  # in the place of a tensor that was not read
@@ -108,6 +108,7 @@ def here(device: str) -> torch.device:
 
 
 def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
+    payloads.check(tag, payload)
     if tag == "$tensor":
         name, device = (payload, "cpu") if isinstance(payload, str) else payload
         return tensor_of(name, device)
@@ -123,18 +124,14 @@ def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
         return unpack_bytes(payload)
     if tag == "$part":
         return PartReference(payload)
-    if tag in ("$npscalar", "$npdtype"):
-        import numpy
+    import numpy
 
-        if tag == "$npdtype":
-            return numpy.dtype(payload)
-        kind = numpy.dtype(payload[0])
-        if kind.hasobject:
-            raise ValueError("an object is no number")
-        if kind.itemsize == 0:
-            return kind.type()
-        return numpy.frombuffer(base64.b64decode(payload[1], validate=True), kind.newbyteorder("<"))[0].astype(kind)
-    raise CorruptCheckpointError(f"A stored value has the unknown tag {tag!r}.", kind="value")
+    if tag == "$npdtype":
+        return numpy.dtype(payload)
+    kind = numpy.dtype(payload[0])
+    if kind.itemsize == 0:
+        return kind.type()
+    return numpy.frombuffer(base64.b64decode(payload[1], validate=True), kind.newbyteorder("<"))[0].astype(kind)
 
 
 def _torch_device(text: Json) -> torch.device:
@@ -159,14 +156,12 @@ def _array(payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
 
     name, kind, shape = payload
     dtype = numpy.dtype(kind)
-    if dtype.hasobject:
-        raise ValueError("an array of objects cannot be stored")
     tensor = tensor_of(name, "cpu")
     if tensor is ABSENT:
         return tensor
     raw = tensor.numpy()
     # Before `numpy.empty`: a shape that lies about an empty tensor would ask for any amount of memory.
-    if raw.nbytes != math.prod(shape) * dtype.itemsize:
+    if raw.dtype != numpy.uint8 or raw.nbytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{raw.nbytes} bytes are no array of shape {shape}")
     return raw.view(dtype).reshape(shape) if raw.size else numpy.empty(shape, dtype)
 

@@ -12,7 +12,8 @@ from ckpt.edges.opening import Place, nothing_committed, path_of, place_of
 from ckpt.edges.progress import Progress, Told, counted
 from ckpt.edges.spans import Span, SpanChecker
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageUnavailableError
-from ckpt.format import coverage, names
+from ckpt.format import coverage, names, payloads
+from ckpt.format.datafile import header_bytes, parse_header
 from ckpt.format.digest import Streaming, digest
 from ckpt.format.index import DataFile, Piece, RankIndex
 from ckpt.format.manifest import FileEntry, Manifest
@@ -24,7 +25,7 @@ SLICE = 8 << 20  # bytes in memory at a time
 class Finding(NamedTuple):
     """One thing that is wrong. file: in the step's folder; tensor: whose bytes they are, None where it is no tensor's;
     kind: "missing-file", "missing-manifest", "length", "digest", "header", "manifest", "index", "coverage",
-    "unreadable", "unsupported-format", ..."""
+    "value", "unreadable", ...; "unsupported-format" is no damage: a later version of ckpt wrote the step."""
 
     step: int
     file: str
@@ -75,7 +76,8 @@ class VerifyReport:
 def verify(path: Any, *, progress: Progress | None = None) -> VerifyReport:
     """Reads all of a step, or of every step of a root (those off the line too), and compares every digest.
 
-    Needs as much memory as the largest index, and no torch. progress: told the bytes read and those to read.
+    Headers and values are decoded as well. Needs as much memory as the largest index or header, and no torch.
+    progress: told the bytes read and those to read.
 
     Damage is in the report and never raised. Raises NotCommittedError when there is no step at all, and
     StorageUnavailableError when the root could not be listed or a manifest not be read.
@@ -144,17 +146,24 @@ def check_step(storage: Storage, folder: StepFolder, told: Told | None = None) -
 
 def _check_files(storage: Storage, folder: str, record: Manifest, notes: _Notes, told: Told | None) -> None:
     there = [entry for entry in record.files if _is_there(storage, folder, entry, notes)]
-    indexes = [
-        index
+    named = {
+        entry.name: index
         for entry in there
         if entry.name.endswith(".json") and (index := _index(storage, folder, entry, record, notes, told)) is not None
-    ]
+    }
+    indexes = list(named.values())
     described = {file.name: (file, index, number) for index in indexes for number, file in enumerate(index.files)}
-    if len(indexes) == record.world_size:
+    # An index that could not be read is a finding already, and all that it alone describes would be a second one.
+    if len(indexes) == sum(entry.name.endswith(".json") for entry in record.files):
         try:
             coverage.check(record, indexes)
         except CorruptCheckpointError as error:
             notes.take(error, names.MANIFEST)
+    for name, index in named.items():
+        try:
+            payloads.check_values(index.values, record)
+        except CorruptCheckpointError as error:
+            notes.take(error, name)
     for entry in there:
         if entry.name.endswith(".json"):
             continue
@@ -223,7 +232,7 @@ def _check_data(
         Span(i * file.block, min((i + 1) * file.block, entry.bytes), xxh3_128, i)
         for i, xxh3_128 in enumerate(file.blocks)
     ]
-    parts, whole = SpanChecker(spans), Streaming()
+    parts, whole, header = SpanChecker(spans), Streaming(), bytearray()
     grid = SpanChecker(blocks)
     buffer = memoryview(bytearray(min(SLICE, max(entry.bytes, 1))))
     try:
@@ -233,6 +242,7 @@ def _check_data(
             for checker in (parts, grid):
                 checker.feed(start, view)
             whole.update(view)
+            header += view[: max(file.header_bytes - start, 0)]
             if told is not None and not file.shared:
                 told(len(view))
     except CorruptCheckpointError as error:
@@ -246,5 +256,17 @@ def _check_data(
         else:
             tensor = tensors[label]
             notes.add(entry.name, "digest", f"the bytes of {tensor} are not those that were saved", tensor)
+    if not any(label < 0 for label in parts.wrong):
+        _check_header(bytes(header), path_of(storage, path), entry, notes)
     if not parts.wrong and (grid.wrong or (whole.hexdigest() != entry.xxh3_128 and not file.shared)):
         notes.add(entry.name, "digest", "does not hold the bytes that were saved")
+
+
+def _check_header(header: bytes, where: str, entry: FileEntry, notes: _Notes) -> None:
+    """That the header, whose bytes are those that were saved, opens in other tools."""
+    try:
+        parse_header(header, entry.bytes, where)
+        if header_bytes(header, entry.bytes, where) != len(header):
+            notes.add(entry.name, "header", f"its header does not end where the index says, at {len(header):,}")
+    except CorruptCheckpointError as error:
+        notes.take(error, entry.name)

@@ -10,14 +10,14 @@ from ckpt.format.manifest import Manifest
 from ckpt.geometry import Box, covers
 
 
-def check_ranks(manifest: Manifest, indexes: Iterable[RankIndex]) -> None:
+def check_ranks(manifest: Manifest, indexes: Iterable[RankIndex], path: str | None = None) -> None:
     """One index for each rank of the world and no other. Raises CorruptCheckpointError (kind "index")."""
     ranks = sorted(index.rank for index in indexes)
     if ranks != list(range(manifest.world_size)):
         shown = ", ".join(map(str, ranks[:20])) or "none"
         why = f"it lists the indexes of the ranks {shown} in a world of {manifest.world_size}"
         raise CorruptCheckpointError(
-            f"The checkpoint is damaged: {why}.", kind="index", step=manifest.step, stage="read"
+            f"{path or 'The checkpoint'} is damaged: {why}.", kind="index", step=manifest.step, path=path, stage="read"
         )
 
 

@@ -24,6 +24,7 @@ MAX_FILES = 1_000_000
 MAX_DIMS = 64
 MAX_NAME = 64 << 10  # bytes of one tensor name
 MAX_DEPTH = 100  # nesting of a value: each level takes several of the 1000 frames Python allows
+PART_DEPTH = 10  # levels that a part adds around the values of its object: groups, options, ...
 MAX_WORLD = 1 << 24  # ranks
 MAX_PIN = 4 << 10
 MAX_STEP = 1 << 62

@@ -110,6 +110,8 @@ def _file(top: Fields, item: Any) -> FileEntry:
         if type(pair[0]) is not str or names.parse_step_name(pair[0]) is None:
             raise _bad_name(top, pair[0])
         source = (pair[0], _file_name(top, pair[1]))
+        if name.endswith(".json"):
+            raise entry.error(f"the index {name!r} is said to lie in another step's folder")
     return FileEntry(name, entry.natural("bytes"), entry.matching("xxh3_128", names.is_id), source)
 
 

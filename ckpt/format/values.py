@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from ckpt.format.names import MAX_DEPTH, MAX_INT, escape
+from ckpt.format.names import MAX_DEPTH, MAX_INT, PART_DEPTH, escape
 
 _HEX = re.compile(r"-?0x[0-9a-f]+\Z")
+_DOUBLE = re.compile(r"[0-9a-f]{16}\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Json = Any
@@ -199,7 +200,7 @@ def decode(node: Json, leaf: DecodeLeaf | None = None, depth: int = 0) -> Any:
     """
     if node is None or isinstance(node, (str, bool, int, float)):
         return node
-    if depth > MAX_DEPTH + 1:
+    if depth > MAX_DEPTH + PART_DEPTH:
         raise CorruptCheckpointError("A stored value is nested too deep.", kind="value")
     if isinstance(node, list):
         return [decode(item, leaf, depth + 1) for item in node]
@@ -238,7 +239,7 @@ def _decode_int(payload: Json, _: _Sub) -> int:
 def _decode_float(payload: Json, _: _Sub) -> float:
     if payload in ("inf", "-inf"):
         return float(payload)
-    value = struct.unpack(">d", bytes.fromhex(payload))[0]
+    value = struct.unpack(">d", bytes.fromhex(payload))[0] if _DOUBLE.match(payload) else 0.0
     if not math.isnan(value):
         raise ValueError("only NaN is spelled by its bits")
     return value
