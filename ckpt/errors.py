@@ -224,5 +224,7 @@ def translate_os_error(
         if free is not None:
             text += f", {free:,} are free"
         text += "."
-        hint = "Free some room (`ckpt prune ROOT --keep-last N`) or choose another root; earlier checkpoints are intact."
+        hint = (
+            "Free some room (`ckpt prune ROOT --keep-last N`) or choose another root; earlier checkpoints are intact."
+        )
     return kind(text, stage=stage, path=where, step=step, errno=error.errno, needed=needed, free=free, hint=hint)

@@ -62,7 +62,7 @@ class HostBuffer:
         self._bytes = torch.frombuffer(area, dtype=torch.uint8)
 
     def touch(self, size: int) -> None:
-        """Reserves `size` bytes and faults them in, on a thread of its own, so that the first copy runs at full speed."""
+        """Reserves `size` bytes and faults them in, on a thread of its own: the first copy then runs at full speed."""
         if self._map is not None and len(self._map) >= size:
             return
         self.reserve(size)
@@ -100,11 +100,13 @@ class HostBuffer:
 
 @dataclass(frozen=True)
 class Staged:
-    """A complete image in host memory, valid until the next `stage`. `names[i]` is the i-th piece of the file."""
+    """A complete image in host memory, valid until the next `stage`. `names[i]` is the i-th piece of the file;
+    `signature` names, in the order of capture, every tensor with its dtype and shape."""
 
     image: memoryview
     layout: Layout
     names: tuple[str, ...]
+    signature: Signature
 
 
 class Staging:
@@ -131,7 +133,8 @@ class Staging:
         sources = [tensors[name].detach() for name in self._names]
         with torch.no_grad():
             _copy(self._views, sources)
-        return Staged(self._buffer.view(layout.bytes), layout, self._names)
+        assert self._signature is not None
+        return Staged(self._buffer.view(layout.bytes), layout, self._names, self._signature)
 
     def _plan(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
         signature = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items())
@@ -162,10 +165,9 @@ class Staging:
 
 
 # Types without a copy kernel travel as integers of their size.
+_BYTE_SIZED = ("float4_e2m1fn_x2 float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz float8_e4m3fn float8_e5m2").split()
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
-    dtype: torch.uint8
-    for name in ("float4_e2m1fn_x2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e5m2")
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    dtype: torch.uint8 for name in _BYTE_SIZED if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 
 

@@ -109,8 +109,6 @@ class Saver:
             step=number,
             metrics=metrics,
             staged=staged,
-            dtypes={name: str(tensor.dtype)[6:] for name, tensor in snapshot.tensors.items()},
-            shapes={name: tuple(tensor.shape) for name, tensor in snapshot.tensors.items()},
             dim_orders=snapshot.dim_orders,
             aliases=snapshot.aliases,
             parts=snapshot.parts,

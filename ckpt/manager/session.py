@@ -48,8 +48,6 @@ class Job:
     step: int
     metrics: Mapping[str, float]
     staged: Staged
-    dtypes: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
     dim_orders: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     parts: Mapping[str, Mapping[str, Json]]
@@ -304,14 +302,8 @@ class Session:
 
 
 def _table(job: Job) -> TensorTable:
-    listed = tuple(job.dtypes)
-    return TensorTable(
-        listed,
-        tuple(job.dtypes.values()),
-        tuple(job.shapes[name] for name in listed),
-        (0,) * len(listed),
-        job.aliases,
-    )
+    listed, dtypes, shapes = zip(*job.staged.signature, strict=True) if job.staged.signature else ((), (), ())
+    return TensorTable(listed, dtypes, shapes, (0,) * len(listed), job.aliases)
 
 
 def _index(job: Job, data_name: str, digests: Digests, table: TensorTable) -> bytes:
