@@ -235,8 +235,11 @@ def test_a_disk_too_full_for_the_note_does_not_keep_a_run_from_resuming(
     write_steps(tmp_path, 3)
     with faults() as fault:
         fault.arm("replace", sticky=True, code=errno.ENOSPC)
-        assert resumed(tmp_path) == 3
-        assert fault.hits == 1
+        made = manager(tmp_path)
+        assert made.resume() == 3 and fault.hits == 1
+    error = failure(manager(tmp_path).resume, LockedError)
+    assert isinstance(error, LockedError) and error.owner_pid is None, "no note rather than an old one"
+    made.close()
 
 
 def test_a_file_system_without_locks_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from manager_support import (
     write_steps,
 )  # fmt: skip
 
+from ckpt import CheckpointManager
 from ckpt.errors import (
     ClosedError,
     OutOfSpaceError,
@@ -100,6 +101,33 @@ def test_remains_of_ours_in_the_way_are_removed(tmp_path: Path, shape: str) -> N
         assert made.resume() == 1
         assert made.save(5 if tiny.at(5) else 0)
     assert resumed(tmp_path) == 5 and debris(tmp_path) == []
+
+
+def test_a_root_that_was_removed_under_the_run_is_made_again_by_the_next_save(tmp_path: Path) -> None:
+    import shutil
+
+    root = tmp_path / "root"
+    tiny = Tiny(1)
+    with manager(root, tiny, async_save=False) as made:
+        made.save(1)
+        shutil.rmtree(root)
+        assert made.save(2 if tiny.at(2) else 0) and made.steps() == (2,)
+    assert resumed(root) == 2
+
+
+def test_a_root_with_fs_and_path_is_saved_to_and_resumed_from() -> None:
+    import fsspec
+
+    class Place:
+        fs = fsspec.filesystem("memory")
+        path = f"/t-{uuid.uuid4().hex}/run"
+
+    with CheckpointManager(Place(), Tiny(4).state) as made:
+        made.save(4)
+    assert made.root == f"memory://{Place.path.lstrip('/')}"
+    tiny = Tiny()
+    with CheckpointManager(made.root, tiny.state) as made:
+        assert made.resume() == 4 and tiny.step() == 4
 
 
 # No room

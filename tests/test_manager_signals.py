@@ -92,18 +92,30 @@ def test_a_signal_in_any_moment_of_a_step_or_a_save_never_stores_a_half_step(tmp
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_a_second_signal_goes_to_who_handled_it_before(tmp_path: Path) -> None:
-    got: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-    try:
-        with manager(tmp_path, on_signal=("SIGTERM",)) as made:
-            made.resume()
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert made.should_stop and got == []
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert got == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_signal_that_comes_twice_does_not_end_the_save_it_asked_for(tmp_path: Path) -> None:
+    """LIFE-06: a scheduler signals the whole group and the launcher passes it on: one process gets it twice."""
+
+    def work() -> None:
+        tiny = Tiny()
+        with manager(tmp_path, tiny, on_signal=("SIGTERM", "SIGUSR1"), save_every_steps=100) as made:
+            for step in made.loop(50):
+                tiny.at(step)
+                if step == 3:
+                    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+                        os.kill(os.getpid(), number)
+
+    assert in_child(work) == 0
+    assert resumed(tmp_path) == 3
+
+
+def test_a_person_who_insists_with_sigint_is_obeyed(tmp_path: Path) -> None:
+    with manager(tmp_path, on_signal=("SIGTERM", "SIGINT")) as made:
+        made.resume()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert made.should_stop
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
 
 
 def test_from_another_thread_signals_are_not_watched_and_that_is_said(

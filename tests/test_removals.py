@@ -61,6 +61,20 @@ def test_a_file_held_open_in_a_step_that_goes_does_not_keep_it(tmp_path: Path) -
     assert folders(tmp_path) == ["step-00000002"]
 
 
+def test_a_step_that_a_person_renamed_or_copied_is_never_removed(tmp_path: Path) -> None:
+    """RET-07: a name that no save gives was given by a person, who wants to keep it."""
+    import shutil
+
+    write_steps(tmp_path, 1, 2, 3)
+    os.rename(tmp_path / "step-00000001", tmp_path / "good one")
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "copy of two")
+    write_steps(tmp_path, 4, keep_last=1)
+    write_steps(tmp_path, 5, keep_last=1)
+    write_steps(tmp_path, 6, keep_last=1)
+    assert folders(tmp_path) == ["copy of two", "good one", "step-00000006"]
+    assert resumed(tmp_path, 1) == 1 and resumed(tmp_path, 2) == 2
+
+
 def test_what_somebody_else_removed_meanwhile_is_fine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """RET-10: 'already gone' is fine."""
     import shutil

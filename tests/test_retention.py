@@ -300,11 +300,11 @@ def test_a_step_that_a_resume_fell_back_from_stays_for_a_look_and_then_goes(tmp_
 def test_outdated_names_only_damaged_steps_of_this_run(tmp_path: Path) -> None:
     records = [make_manifest(step=step) for step in (1, 2, 3)]
     own = line_of(Roster(True, tuple(StepFolder(f"s{r.step}", r) for r in records)))
-    mine = StepFolder("m", make_manifest(step=0), "its file is missing", "missing-file")
-    theirs = StepFolder("t", make_manifest(step=0, run="c" * 32), "its file is missing", "missing-file")
+    mine = StepFolder("step-00000000", make_manifest(step=0), "its file is missing", "missing-file")
+    theirs = StepFolder("step-00000000", make_manifest(step=0, run="c" * 32), "its file is missing", "missing-file")
     nobody = StepFolder("step-00000000", None, "its manifest is missing", "missing-manifest")
     assert outdated([mine, theirs, nobody], own, Policy(3), {}) == [mine]
     assert outdated([mine], own, Policy(4), {}) == [] and outdated([mine], own, Policy(None), {}) == []
     assert outdated([mine], own, Policy(1), {0: Pin(0, "")}) == []
-    newer = StepFolder("n", make_manifest(step=9, parent=parent_of(records[0])), "cut", "length")
+    newer = StepFolder("step-00000009", make_manifest(step=9, parent=parent_of(records[0])), "cut", "length")
     assert outdated([newer], own, Policy(1), {}) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -60,11 +61,13 @@ class RootLock:
                 raise translate_os_error(error, stage="lock", path=where) from error
             raise StorageUnavailableError(f"{where} cannot be locked: {error}", stage="lock", path=where) from error
         note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-        # The note only makes the other side's message better; a full disk must not keep a run from resuming.
+        # The note only makes the other side's message better; a full disk must not keep a run from resuming. An old one
+        # would name the wrong process.
         try:
             storage.replace(_OWNER, json.dumps(note).encode("ascii"))
         except CheckpointError:
-            pass
+            with contextlib.suppress(CheckpointError):
+                storage.remove_file(_OWNER)
 
     def _acquire_in_process(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -45,11 +45,13 @@ def choose(
     damaged: Collection[str] = (),
     protected: Collection[str] = (),
 ) -> Choice:
-    """The union of all reasons to keep; none counts against another (I5).
+    """The union of all reasons to keep; none counts against another (I5). A folder that bears another name than a save
+    gives it was named by a person, and stays.
 
     damaged: names of steps known to be damaged, which count for nothing but stay themselves until `keep_last` newer
     ones exist; protected: names that stay whatever the policy says (just committed, resumed from). Steps of other runs
-    are in no list: retention never touches them.
+    are in no list: retention never touches them. A step whose files another one takes from it stays as long as that
+    one is there, whether that one is to go or not: were it removed first, a kill would leave the other one damaged.
     """
     good = [folder for folder in line.steps if folder.name not in damaged]
     reasons: dict[str, list[str]] = {}
@@ -71,6 +73,8 @@ def choose(
             keep(folder, "pinned")
         if folder.name in protected:
             keep(folder, "in use")
+        if _by_hand(folder):
+            keep(folder, "renamed")
         if folder.name in damaged and (policy.keep_last is None or newest is None or folder.step >= newest):
             keep(folder, "damaged, kept for a look")
     remove = [folder for folder in line.steps if folder.name not in reasons]
@@ -80,23 +84,49 @@ def choose(
         newer = [f for f in good if manifest(f).incarnation > manifest(folder).incarnation]
         if folder.step in pins:
             keep(folder, "pinned")
+        elif _by_hand(folder):
+            keep(folder, "renamed")
         elif policy.keep_last is None or len(newer) < policy.keep_last:
             keep(folder, "abandoned, until the new line has enough")
         else:
             remove.append(folder)
+    lent = sources(line)
+    for folder in remove:
+        if folder.name in lent:
+            keep(folder, f"holds files of step {lent[folder.name]}")
+    remove = [folder for folder in remove if folder.name not in lent]
     return Choice({name: tuple(why) for name, why in reasons.items()}, tuple(remove))
 
 
+def sources(line: Line, damaged: Collection[StepFolder] = ()) -> dict[str, int]:
+    """Name of each folder that another step's files lie in -> the highest of those steps."""
+    found: dict[str, int] = {}
+    for folder in (*line.steps, *line.off, *line.others, *damaged):
+        for entry in folder.manifest.files if folder.manifest is not None else ():
+            if entry.source is not None and entry.source[0] != folder.name:
+                found[entry.source[0]] = max(folder.step, found.get(entry.source[0], 0))
+    return found
+
+
+def _by_hand(folder: StepFolder) -> bool:
+    """Somebody renamed the step, or copied it and the original is gone: a folder with a name of its own is kept."""
+    return folder.name != names.step_name(folder.step)
+
+
 def outdated(damaged: Sequence[StepFolder], line: Line, policy: Policy, pins: Mapping[int, Pin]) -> list[StepFolder]:
-    """Damaged, uncommitted steps of the line's run whose manifest is whole, once `keep_last` newer good ones exist."""
+    """Damaged, uncommitted steps of the line's run whose manifest is whole, once `keep_last` newer good ones exist and
+    no other step's files lie in them."""
     if policy.keep_last is None:
         return []
+    lent = sources(line, damaged)
     return [
         folder
         for folder in damaged
         if folder.manifest is not None
         and folder.manifest.run == line.run
         and folder.step not in pins
+        and not _by_hand(folder)
+        and folder.name not in lent
         and sum(manifest(good).order > folder.manifest.order for good in line.steps) >= policy.keep_last
     ]
 

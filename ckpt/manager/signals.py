@@ -14,8 +14,9 @@ log = logging.getLogger("ckpt")
 
 
 class Signals:
-    """Watches for the named signals from `install` to `remove`. The second one of a kind goes to whoever handled it
-    before, so that a person who insists is obeyed."""
+    """Watches for the named signals from `install` to `remove`. Further ones change nothing, because a scheduler and a
+    launcher often pass the same signal on to one process; but a SIGINT after the first signal goes to whoever handled
+    it before, so that a person who insists is obeyed."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -36,12 +37,12 @@ class Signals:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid or self.received is not None:
+        if os.getpid() != self._pid or (self.received is not None and number == signal.SIGINT):
             before = self._before.get(number)
             signal.signal(number, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
 
     def remove(self) -> None:
         """Puts the earlier handlers back, where ours are still the ones in place."""
