@@ -12,7 +12,9 @@ from pathlib import Path
 import chaos_mutants as mutants
 import chaos_support as support
 import pytest
+import torch
 
+from ckpt import CheckpointManager
 from ckpt.chaos.outcome import BIT_EXACT, CleanRunsFailed
 
 pytestmark = pytest.mark.full
@@ -102,6 +104,41 @@ def test_a_commit_that_damages_every_step_fails_without_any_kill(work: Path) -> 
     train = support.Training(steps=6, before=mutants.newest_step_torn_behind_its_acknowledgement)
     with pytest.raises(CleanRunsFailed, match="Without any fault"):
         support.campaign(train, work, kills=1)
+
+
+class Backoff:
+    """A loss scaler of one's own that skips steps by a history it does not export."""
+
+    def __init__(self) -> None:
+        self.scale, self.since, self.skipped = 8.0, 0, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+    def update(self) -> None:
+        self.since += 1
+        if self.since == 5:
+            self.scale, self.since, self.skipped = self.scale / 2, 0, self.skipped + 1
+
+
+def test_a_counter_that_an_object_does_not_export_is_found_by_what_it_changes(work: Path) -> None:
+    """AUX-04: the checkpoint holds all that the object gave, and still the end depends on where it was restarted."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        backoff, weight = Backoff(), torch.nn.Linear(2, 2)
+        manager = CheckpointManager("runs/aux", {"backoff": backoff, "model": weight})
+        for step in manager.loop(12):
+            backoff.update()
+            with torch.no_grad():
+                weight.weight.mul_(1 + step / backoff.scale)
+        manager.close()
+
+    outcome = support.campaign(train, work, kills=0, points=("publish.after", "write.half", "save.staged"))
+    assert outcome.exit == 3 and ("value", "backoff/scale") in {(item.kind, item.name) for item in outcome.differing}
 
 
 def test_a_point_that_no_kill_struck_fails_the_campaign(work: Path) -> None:

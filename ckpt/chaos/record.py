@@ -162,5 +162,7 @@ def _tensor_bytes(at: str, folder: StepFolder) -> Iterator[tuple[str, str, bytes
 def _apart(one: bytes, two: bytes, dtype: str) -> str:
     if len(one) != len(two):
         return f"{len(one):,} and {len(two):,} bytes"
-    count = sum(a != b for a, b in zip(one, two, strict=True))
+    import numpy
+
+    count = int(numpy.count_nonzero(numpy.frombuffer(one, numpy.uint8) != numpy.frombuffer(two, numpy.uint8)))
     return f"{count:,} of {len(one):,} bytes are others ({dtype})"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt.chaos.launch import Launcher
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--kills", type=click.IntRange(min=0), default=10, show_default=True, help="Kills at random moments.")
 @click.option(
     "--points",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def chaos(command: tuple[str, ...], points: str, seed: int | None, work: str | None, **settings: Any) -> Answer:
     """Kill a training again and again, resume it each time, and compare its end bit by bit with that of a calm run.
 
-    COMMAND is yours, unchanged; give it after `--`. It runs twice without faults first. Every root that its
+    COMMAND is yours, unchanged, with its own options behind it. It runs twice without faults first. Every root that its
     CheckpointManagers write to is replaced by a folder in the work folder, so your checkpoints are never touched.
     Without a CheckpointManager, name what the command leaves behind with --compare; its own checkpoints then belong
     below the folder named by $CKPT_SANDBOX.
