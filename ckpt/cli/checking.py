@@ -16,7 +16,8 @@ _SHOWN = 8  # findings of one step that are listed; --json has them all
 def verify(path: str) -> Answer:
     """Read every byte back and compare all digests; a damaged file is named, and the tensor in it.
 
-    PATH is a run's root, whose steps are all checked, or one step's folder. Exit code 3 when anything is damaged.
+    PATH is a run's root, whose steps are all checked, or one step's folder. Exit code 3 when anything is damaged
+    or could not be checked.
 
     \b
     Example:
@@ -34,19 +35,24 @@ def verify(path: str) -> Answer:
 def _draw_verdicts(screen: Screen, found) -> None:  # noqa: ANN001  (its type would import what --help does not need)
     total = sum(step.bytes for step in found.steps)
     width = max((len(str(step.step)) for step in found.steps), default=1)
+    later = [step for step in found.steps if [finding.kind for finding in step.findings] == ["unsupported-format"]]
     for step in found.steps:
         word = screen.style("sound", "green") if step.ok else screen.style("DAMAGED", "red", "bold")
+        if step in later:
+            word = screen.style("NEWER FORMAT", "yellow", "bold")
         name = clean(step.path.rpartition("/")[2])
         screen.line(f"  step {step.step:>{width}}  {size(step.bytes):>8}  {word}{'' if step.ok else f'  {name}'}")
         for finding, reason in list(zip(step.findings, step.reasons, strict=True))[:_SHOWN]:
             screen.line(f"    {clean(finding.file)}: {clean(reason)}")
         if len(step.findings) > _SHOWN:
             screen.line(f"    and {len(step.findings) - _SHOWN:,} more findings (--json lists all)")
-    damaged = sum(not step.ok for step in found.steps)
+    damaged = sum(not step.ok for step in found.steps) - len(later)
     count = len(found.steps)
     if damaged:
         screen.line(f"{damaged} of {count} checkpoint{'s' if count != 1 else ''} damaged")
-    else:
+    if later:
+        screen.line(f"{len(later)} of {count} checkpoint{'s' if count != 1 else ''} not checked: of a newer format")
+    if found.ok:
         what = "the checkpoint is" if count == 1 else f"all {count} checkpoints are"
         screen.line(f"{what} sound: {size(total)} read, every digest right")
 

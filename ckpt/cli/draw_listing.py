@@ -67,20 +67,22 @@ def _marks(screen: Screen, step: ListedStep) -> str:
         marks.append(screen.style("pinned", "yellow") + (f" {note}" if note else ""))
     if step.state in ("abandoned", "other run"):
         marks.append(screen.style(step.state, "dim"))
+    if step.state == "newer format":
+        marks.append(screen.style("newer format", "yellow", "bold"))
     if step.state == "damaged":
         marks.append(screen.style("DAMAGED", "red", "bold"))
     return ", ".join(marks)
 
 
 def _rest(screen: Screen, found: Listing) -> None:
-    problems = [step for step in found.steps if step.state == "damaged"]
+    problems = [step for step in found.steps if step.state in ("damaged", "newer format")]
     if problems:
         screen.line()
     for step in problems:
         for text in wrapped(f"step {step.step}: {clean(step.problem)}", screen.width - 2):
             screen.line(f"  {text}")
     said = []
-    hidden = not any(step.state != "line" for step in found.steps)
+    hidden = all(step.state in ("line", "newer format") for step in found.steps)
     if hidden and found.damaged:
         said.append(screen.style(f"{found.damaged} damaged", "red"))
     if hidden and found.abandoned:

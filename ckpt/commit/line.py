@@ -67,6 +67,18 @@ def _split(mine: Sequence[StepFolder]) -> tuple[list[StepFolder], list[StepFolde
     return sorted(by_step.values(), key=lambda folder: folder.step), off
 
 
+def check_newest(roster: Roster, newest: StepFolder | None) -> None:
+    """For all who are asked for the newest or the best step, `newest` being the newest that this version can read.
+
+    Raises UnsupportedFormatError when a step folder numbered above it is of a later format version: taking an older
+    step in its place would lose work without a word.
+    """
+    for folder in roster.later:
+        if newest is None or folder.step > newest.step:
+            assert folder.unsupported is not None
+            raise folder.unsupported
+
+
 def next_incarnation(roster: Roster) -> int:
     """One more than the highest in the root, whatever run it belongs to."""
     return 1 + max((manifest(folder).incarnation for folder in roster.steps), default=0)

@@ -47,7 +47,8 @@ class Pin:
 
 @dataclass(frozen=True)
 class Roster:
-    """A root at one moment. `exists`: the root is there at all. Steps are sorted by (incarnation, step)."""
+    """A root at one moment. `exists`: the root is there at all. Steps are sorted by (incarnation, step). damaged: step
+    folders that are not committed, those of a later format version too."""
 
     exists: bool
     steps: tuple[StepFolder, ...] = ()
@@ -55,6 +56,16 @@ class Roster:
     debris: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     pins: dict[int, Pin] = field(default_factory=dict)
+
+    @property
+    def later(self) -> tuple[StepFolder, ...]:
+        """Steps of a later format version, by the number in their folder's name: not committed, and no damage."""
+        return tuple(folder for folder in self.damaged if folder.unsupported is not None)
+
+    @property
+    def broken(self) -> tuple[StepFolder, ...]:
+        """What is damaged in earnest."""
+        return tuple(folder for folder in self.damaged if folder.unsupported is None)
 
     def manifest_of(self, name: str) -> Manifest | None:
         return next((folder.manifest for folder in self.steps if folder.name == name), None)

@@ -159,7 +159,7 @@ def inspect(path: Any, *, key: str | None = None, tensors: bool = False, step: i
         pinned=pin is not None,
         note=pin.note if pin is not None else "",
         debris=roster.debris if roster is not None else (),
-        damaged=tuple((f.step, f.problem or "damaged") for f in roster.damaged) if roster is not None else (),
+        damaged=tuple((f.step, f.problem or "damaged") for f in roster.broken) if roster is not None else (),
         tensors=tuple(rows(record.tensors)) if tensors else None,
         tensor=statistics,
     )

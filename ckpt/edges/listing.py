@@ -17,8 +17,9 @@ from ckpt.storage.base import Storage
 
 @dataclass(frozen=True)
 class ListedStep:
-    """state: "line", "abandoned" (off the line after a rollback), "other run" or "damaged" (`problem` says how; what
-    cannot be read is None). time: unix seconds. best: best by the metric that was asked for."""
+    """state: "line", "abandoned" (off the line after a rollback), "other run", "newer format" (a later version of ckpt
+    wrote it) or "damaged" (`problem` says how; what cannot be read is None). time: unix seconds. best: best by the
+    metric that was asked for."""
 
     step: int
     path: str
@@ -67,8 +68,9 @@ class Listing:
 
 
 def listing(root: Any, *, everything: bool = False, monitor: str | None = None, mode: str = "min") -> Listing:
-    """The steps under `root`: those of the newest run's line, with `everything` also abandoned, damaged and other
-    runs' ones. monitor, mode: which metric, and "min" or "max" of it, makes a step the best.
+    """The steps under `root`: those of the newest run's line and those of a newer format, with `everything` also
+    abandoned, damaged and other runs' ones. Below one of a newer format no step is marked as the newest or the best.
+    monitor, mode: which metric, and "min" or "max" of it, makes a step the best.
 
     Reads the manifests only. Raises NotCommittedError when `root` is a step's folder or holds no committed step,
     StorageUnavailableError when one could not look.
@@ -82,16 +84,19 @@ def listing(root: Any, *, everything: bool = False, monitor: str | None = None, 
     storage = place.storage
     roster = Scanner(storage, tables=False).scan()
     line = line_of(roster)
-    if not roster.steps and not (everything and roster.damaged):
+    if not roster.steps and not roster.later and not (everything and roster.damaged):
         raise nothing_committed(storage, roster)
     newest = line.newest
     ranked = best_of(line.steps, monitor, mode) if monitor is not None else []
     best = ranked[0] if ranked else None
+    if newest is not None and any(folder.step > newest.step for folder in roster.later):
+        newest = best = None
     steps = [_listed(storage, f, roster.pins, "line", newest=f is newest, best=f is best) for f in line.steps]
+    steps += [_listed(storage, folder, roster.pins, "newer format") for folder in roster.later]
     if everything:
         steps += [_listed(storage, folder, roster.pins, "abandoned") for folder in line.off]
         steps += [_listed(storage, folder, {}, "other run") for folder in line.others]
-        steps += [_listed(storage, folder, roster.pins, "damaged") for folder in roster.damaged]
+        steps += [_listed(storage, folder, roster.pins, "damaged") for folder in roster.broken]
     return Listing(
         root=storage.url,
         steps=tuple(steps),
@@ -99,7 +104,7 @@ def listing(root: Any, *, everything: bool = False, monitor: str | None = None, 
         foreign=roster.foreign,
         abandoned=len(line.off),
         other_runs=len(line.others),
-        damaged=len(roster.damaged),
+        damaged=len(roster.broken),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ckpt.commit.line import Line, line_of
+from ckpt.commit.line import Line, check_newest, line_of
 from ckpt.commit.roster import Pin, Roster, Scanner, StepFolder
 from ckpt.commit.stored import Stored, open_stored
 from ckpt.errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
@@ -123,7 +123,7 @@ def locate(path: Any, *, step: int | None = None) -> Found:
     newest of the line. Its manifest is read without the tensor table.
 
     Raises NotCommittedError when there is none, CorruptCheckpointError when the step asked for is damaged,
-    UnsupportedFormatError, StorageUnavailableError.
+    UnsupportedFormatError when it, or one above the newest, is of a later version, StorageUnavailableError.
     """
     place = place_of(path)
     if place.folder is not None:
@@ -131,6 +131,7 @@ def locate(path: Any, *, step: int | None = None) -> Found:
     roster = Scanner(place.storage, tables=False).scan()
     line = line_of(roster)
     if step is None:
+        check_newest(roster, line.newest)
         if line.newest is None:
             raise nothing_committed(place.storage, roster)
         return Found(place.storage, line.newest, roster, roster.pins)
@@ -168,15 +169,15 @@ def _numbered(storage: Storage, roster: Roster, line: Line, step: int) -> StepFo
 
 def nothing_committed(storage: Storage, roster: Roster) -> NotCommittedError:
     there = []
-    if roster.damaged:
-        there.append(f"{len(roster.damaged)} damaged")
+    if roster.broken:
+        there.append(f"{len(roster.broken)} damaged")
     if roster.debris:
         there.append(f"{len(roster.debris)} left by saves that never finished")
     besides = f" ({', '.join(there)})" if there else ""
     return NotCommittedError(
         f"Nothing is committed in {storage.url}{besides}.",
         path=storage.url,
-        hint="Look at what is damaged with `ckpt verify`." if roster.damaged else None,
+        hint="Look at what is damaged with `ckpt verify`." if roster.broken else None,
     )
 
 

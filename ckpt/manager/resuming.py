@@ -10,7 +10,7 @@ from ckpt import points
 from ckpt.capture.base import RestorePlan, SavedState, TensorInfo
 from ckpt.capture.state import Registry, plan_restore
 from ckpt.commit.landing import land
-from ckpt.commit.line import Line, best_of, line_of
+from ckpt.commit.line import Line, best_of, check_newest, line_of
 from ckpt.commit.roster import Roster, Scanner, StepFolder
 from ckpt.commit.stored import Stored, check_all, check_headers, open_stored
 from ckpt.coordination.ranks import this_process
@@ -69,17 +69,15 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
     line = line_of(roster)
     if isinstance(request, int):
         return Choice((_exactly(roster, line, request, url),), (), line, False)
+    newest = line.newest
+    check_newest(roster, newest)
     if request == "best":
         assert options.monitor is not None
         ranked = best_of(line.steps, options.monitor, options.mode)
         if not ranked:
             raise NotCommittedError(f"No committed step of {url} has the metric {options.monitor!r}.", path=url)
         return Choice((ranked[0],), (), line, False)
-    newest = line.newest
-    newer = [folder for folder in roster.damaged if newest is None or _newer(folder, newest)]
-    for folder in newer:
-        if folder.unsupported is not None:
-            raise folder.unsupported
+    newer = [folder for folder in roster.broken if newest is None or _newer(folder, newest)]
     skipped = tuple((folder.step, folder.problem or "damaged") for folder in sorted(newer, key=lambda f: -f.step))
     if newest is None:
         if skipped:
