@@ -30,6 +30,7 @@ from ckpt.commit.line import line_of
 from ckpt.commit.retention import Policy, choose, outdated
 from ckpt.commit.roster import Pin, Roster, StepFolder
 from ckpt.errors import RunExistsError
+from ckpt.format.manifest import FileEntry
 
 pytestmark = pytest.mark.full
 
@@ -308,3 +309,44 @@ def test_outdated_names_only_damaged_steps_of_this_run(tmp_path: Path) -> None:
     assert outdated([mine], own, Policy(1), {0: Pin(0, "")}) == []
     newer = StepFolder("step-00000009", make_manifest(step=9, parent=parent_of(records[0])), "cut", "length")
     assert outdated([newer], own, Policy(1), {}) == []
+
+
+def borrowing(step: int, *lenders: int, run: str = "a" * 32, incarnation: int = 1) -> StepFolder:
+    """A committed step some of whose files lie in the folders of `lenders`."""
+    lent = [FileEntry(f"{i}.safetensors", 1, "0" * 32, (names_of([i])[0], "x.safetensors")) for i in lenders]
+    record = make_manifest(step=step, run=run, incarnation=incarnation, files=(FileEntry("r.json", 2, "0" * 32), *lent))
+    return StepFolder(f"step-{step:08d}", record)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_step_stays_while_another_takes_files_from_it(data: st.DataObject) -> None:
+    """Whoever goes at last, at no instant is a step there without a file that it names."""
+    steps = data.draw(st.lists(st.integers(0, 20), unique=True, min_size=1, max_size=8).map(sorted))
+    left = []
+    for i, step in enumerate(steps):
+        lenders = data.draw(st.sets(st.sampled_from(steps[:i]))) if i else set()
+        left.append(borrowing(step, *sorted(lenders)))
+    policy = Policy(data.draw(st.integers(1, 3)))
+    for _ in range(len(steps)):
+        choice = choose(line_of(Roster(True, tuple(left))), policy, {})
+        for folder in choice.remove:
+            left.remove(folder)
+            files = [entry for one in left if one.manifest for entry in one.manifest.files]
+            assert {entry.source[0] for entry in files if entry.source} <= {one.name for one in left}
+    needed = set(names_of(steps[-policy.keep_last :]))  # type: ignore[operator]
+    for folder in reversed(left):
+        assert folder.manifest is not None
+        if folder.name in needed:
+            needed |= {entry.source[0] for entry in folder.manifest.files if entry.source is not None}
+    assert {folder.name for folder in left} == needed, "and what nobody takes files from any more goes"
+
+
+def test_a_lender_stays_for_steps_of_every_kind_and_says_for_which() -> None:
+    lender, other = borrowing(1), borrowing(9, 1, run="c" * 32)
+    mine = [lender, borrowing(2), borrowing(3, incarnation=2)]
+    choice = choose(line_of(Roster(True, (*mine, other)), "a" * 32), Policy(1), {})
+    assert choice.keep["step-00000001"] == ("holds files of step 9",) and [f.step for f in choice.remove] == [2]
+    damaged = StepFolder(lender.name, lender.manifest, "its file is missing", "missing-file")
+    assert outdated([damaged], line_of(Roster(True, (borrowing(2, 1), borrowing(3)))), Policy(1), {}) == []
+    assert outdated([damaged], line_of(Roster(True, (borrowing(2), borrowing(3)))), Policy(1), {}) == [damaged]
