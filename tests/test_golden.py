@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import math
 import shutil
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import reader_from_text as text
 import safetensors
+from golden import corners, make
 
 from ckpt.commit.line import line_of
 from ckpt.commit.roster import Scanner
@@ -35,16 +35,7 @@ GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def _load_make() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-make = _load_make()
+GOLDENS = make.GOLDENS | corners.GOLDENS
 ROOTS = sorted(path.name for path in GOLDEN.glob("v1-*"))
 STEPS = sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("v1-*/*/manifest.json"))
 
@@ -54,14 +45,14 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_every_golden_is_there_small_and_known() -> None:
-    assert set(make.GOLDENS) <= set(ROOTS)
+    assert set(GOLDENS) | {"v1-manager"} == set(ROOTS)
     for root in ROOTS:
         assert 0 < sum(map(len, files(GOLDEN / root).values())) < 100_000
 
 
-@pytest.mark.parametrize("name", make.GOLDENS)
+@pytest.mark.parametrize("name", GOLDENS)
 def test_todays_code_writes_the_same_bytes(name: str) -> None:
-    assert make.GOLDENS[name]() == files(GOLDEN / name)
+    assert GOLDENS[name]() == files(GOLDEN / name)
 
 
 def open_step(step: str) -> tuple[Manifest, list[RankIndex], dict[str, bytes]]:
@@ -126,7 +117,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return same(list(a.items()), list(b.items()))  # by items: a NaN finds no entry
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, np.ndarray):
@@ -162,7 +153,8 @@ def test_the_reader_made_from_the_text_finds_what_the_builder_put_in() -> None:
     tensor, mean = sharded.tensors["model/sharded"], sharded.tensors["model/norm.running_mean"]
     assert isinstance(tensor, text.Tensor) and tensor.data == make.fill("model/sharded", "bfloat16", 20)
     assert isinstance(mean, dict) and mean[1].data == make.fill("model/norm.running_mean@1", "float32", 3)
-    assert sharded.values[1]["loader"] == {"samples": 101}
+    assert sharded.values[1] == {"model": {}, "loader": make.LOADER, "rng": {"torch": b"\x02"}}
+    assert sharded.values[0]["rng"] == {"torch": b"\x01"}
 
 
 def test_the_reader_made_from_the_text_imports_nothing_of_the_package() -> None:
@@ -183,13 +175,40 @@ def test_both_readers_see_the_same_line_and_pins() -> None:
         assert text.pins(str(GOLDEN / root)) == set(roster.pins)
     assert text.line(str(GOLDEN / "v1-shared")) == {100: "step-00000100", 150: "step-00000150"}
     assert text.pins(str(GOLDEN / "v1-shared")) == {100}
+    assert text.line(str(GOLDEN / "v1-corners")) == {10: "step-00000010", 20: "renamed", 30: "of-the-paper"}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("v1-*/*/*.safetensors")), ids=lambda path: path.name)
 def test_every_golden_data_file_opens_in_the_safetensors_package(path: Path) -> None:
     with safetensors.safe_open(path, "numpy") as file:
-        assert file.keys()
-    assert safetensors.deserialize(path.read_bytes())
+        assert sorted(file.keys()) == sorted(header(path))
+    assert len(safetensors.deserialize(path.read_bytes())) == len(header(path))
+
+
+def header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def test_the_corners_hold_what_they_are_for() -> None:
+    read = text.read(str(GOLDEN / "v1-corners"), "of-the-paper")
+    folder = GOLDEN / "v1-corners" / "of-the-paper"
+    keys = [header(folder / f"rank-0000{rank}.safetensors") for rank in range(3)]
+    assert list(keys[1]) == ["model/other"] and keys[2] == {}
+    assert keys[0]["model/w"]["shape"] == [1, 2] and keys[0]["model/w#1"]["shape"] == [1]
+    assert keys[0]["model/w#2"]["shape"] == [1, 2] and "model/w#3" not in keys[0]
+    index = json.loads((folder / "rank-00000.json").read_bytes())
+    assert index["files"][0]["block"] == 4096 and len(index["files"][0]["blocks"]) == 3
+    flat, quantized = read.composites["model/flat"], read.composites["nets/tower/q"]
+    assert list(flat["components"]) == ["a", "b"] and flat["context"] == {"mode": {"$opaque": "Mode"}, "n": 2}
+    assert quantized["axis"] == 0 and list(quantized["components"]) == ["elements", "scales", "zero_points"]
+    values = read.values[0]
+    by_key = [(key, value) for key, value in values["extra"].items() if not isinstance(key, float)]
+    assert [(key, value.shape) for key, value in by_key] == [("", (1,)), ("\udcff", (2,))]
+    assert [value.shape for key, value in values["extra"].items() if key != key] == [(3,), (4,)]
+    assert values["optimizer"]["groups"][0]["options"] == {"lr": 0.5, "$odd": 1}
+    assert values["nets"]["tower"] == "nets/tower" and values["bits"]["state"]["state"] == (1 << 120) + 5
+    assert [read.values[rank]["rng"]["torch"] for rank in range(3)] == [b"\0", b"\1", b"\2"]
 
 
 def test_the_example_in_the_text_is_the_golden_one() -> None:

@@ -132,6 +132,30 @@ def test_a_malformed_payload_of_torch_or_numpy_is_damage(tag: str, payload: Any)
     assert caught.value.kind == "value"
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+def test_ckpt_reads_the_corners() -> None:
+    root = GOLDEN.parent / "v1-corners"
+    assert not ckpt.verify(root) and [step.step for step in ckpt.verify(root).steps] == [10, 20, 30]
+    with CheckpointManager(root) as manager:
+        assert manager.steps() == (10, 20, 30)
+    tree = ckpt.read(root)
+    model, stored = tree["model"], text.read(str(root), "of-the-paper")
+    for layout, dense in (("csc", (3, 4)), ("bsr", (4, 6)), ("bsc", (4, 6))):
+        assert str(model[layout].layout) == f"torch.sparse_{layout}" and model[layout].shape == dense
+    kept = stored.tensors["model/w"]
+    assert isinstance(kept, text.Tensor) and bytes(model["w"].view(torch.uint8).flatten().tolist()) == kept.data
+    assert model["w#1"].shape == (1,) and model["$note"] == (1, 2) and set(model["flat"]) == {"a", "b"}
+    quantized = tree["nets"]["tower"]["q"]
+    assert quantized.dequantize()[:, 0].tolist() == [-64.0, 1.0] and quantized.q_per_channel_axis() == 0
+    assert [value.shape for value in tree["extra"].values()] == [(1,), (2,), (3,), (4,)]
+    group = tree["optimizer"]["param_groups"][0]
+    assert (group["params"], group["$odd"]) == (["0.0"], 1)
+    assert set(tree["optimizer"]["state"]["0.0"]) == {"exp_avg", "step", "host"}
+    assert tree["bits"]["state"]["state"] == (1 << 120) + 5
+    assert ckpt.inspect(root).world["size"] == 3 and ckpt.diff(root / "copy-of-10", root / "step-00000010").equal
+
+
 @pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")

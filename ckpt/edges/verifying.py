@@ -152,7 +152,10 @@ def _check_files(storage: Storage, folder: str, record: Manifest, notes: _Notes,
         if entry.name.endswith(".json") and (index := _index(storage, folder, entry, record, notes, told)) is not None
     }
     indexes = list(named.values())
-    described = {file.name: (file, index, number) for index in indexes for number, file in enumerate(index.files)}
+    described: dict[str, list[tuple[DataFile, RankIndex, int]]] = {}
+    for index in indexes:
+        for number, file in enumerate(index.files):
+            described.setdefault(file.name, []).append((file, index, number))
     # An index that could not be read is a finding already, and all that it alone describes would be a second one.
     if len(indexes) == sum(entry.name.endswith(".json") for entry in record.files):
         try:
@@ -168,15 +171,14 @@ def _check_files(storage: Storage, folder: str, record: Manifest, notes: _Notes,
         if entry.name.endswith(".json"):
             continue
         path = file_path(folder, entry)
-        found = described.get(entry.name)
+        found = described.get(entry.name, [])
         try:
-            if found is None or found[0].shared:
+            if all(file.shared for file, _, _ in found):
                 # Without its index, or with bytes of others in it, a file is only checked as a whole.
                 error = check_file(storage, path, entry, told)
                 if error is not None:
                     notes.take(error, entry.name)
-            if found is not None:
-                file, index, number = found
+            for file, index, number in found:
                 pieces = [piece for piece in index.pieces if piece.file == number]
                 _check_data(storage, path, entry, file, pieces, record.tensors.names, notes, told)
         except StorageUnavailableError as error:

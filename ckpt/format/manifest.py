@@ -229,7 +229,7 @@ def _numbers(top: Fields, key: str) -> dict[str, float]:
 
 def _number(top: Fields, where: str, node: Json) -> float:
     try:
-        value = decode(node) if type(node) is dict and list(node) == ["$float"] else node
+        value: Any = decode(node) if type(node) is dict and list(node) == ["$float"] else node
         if type(value) in (int, float):
             return float(value)
     except (CorruptCheckpointError, OverflowError):

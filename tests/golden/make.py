@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.format import coverage, jsontext, names
-from ckpt.format.datafile import PieceSpec, lay_out
+from ckpt.format import coverage, names
+from ckpt.format.datafile import PieceSpec, header_keys, lay_out
 from ckpt.format.digest import block_digests, digest, piece_digests
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.index import DataFile, Piece, RankIndex
@@ -35,8 +35,13 @@ POSITIONS = {
 }
 
 
+CONTENT: dict[str, bytes] = {}  # of other tensors whose bytes have to make sense
+
+
 def fill(name: str, dtype: str, count: int) -> bytes:
     """The bytes of a tensor: a function of its name alone, so that a swap shows."""
+    if name in CONTENT:
+        return CONTENT[name]
     if name in POSITIONS:
         return struct.pack(f"<{count}q", *POSITIONS[name])
     start = sum(name.encode())
@@ -84,6 +89,7 @@ class Golden:
     parent: Parent | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     world: int = 1
+    block: int = names.BLOCK
     suffix: str = ""  # "-<save id>" where names are unique to the save
     shared: tuple[str, bytes, str] | None = None  # tensor, image and name of a file of an earlier step
     source: tuple[str, str] | None = None
@@ -139,25 +145,29 @@ class Golden:
         last = max((t.file for t in self.tensors.values() if rank in t.boxes), default=0)
         for n in range(last + 1):
             rows = [
-                (name, tensor, box or Box.whole(tensor.shape), f"{name}#{i}" if i else name)
+                (name, tensor, box or Box.whole(tensor.shape))
                 for name, tensor in self.tensors.items()
                 if tensor.file == n
-                for i, box in enumerate(tensor.boxes.get(rank, ()))
+                for box in tensor.boxes.get(rank, ())
             ]
-            layout = lay_out(PieceSpec(key, tensor.dtype, box.sizes) for _, tensor, box, key in rows)
+            keys = header_keys(name for name, _, _ in rows)
+            layout = lay_out(
+                PieceSpec(key, tensor.dtype, box.sizes) for key, (_, tensor, box) in zip(keys, rows, strict=True)
+            )
             body = []
             for i, (start, end) in zip(layout.order, layout.spans, strict=True):
-                name, tensor, box, _ = rows[i]
+                name, tensor, box = rows[i]
                 body.append(tensor.piece(name, rank if self.groups[tensor.group].kind == "per-rank" else None, box))
                 assert len(body[-1]) == end - start
             image = memoryview(layout.header + b"".join(body))
             marks = piece_digests(image, layout.spans)
             for i, (start, end), mark in zip(layout.order, layout.spans, marks, strict=True):
-                name, tensor, box, _ = rows[i]
+                name, tensor, box = rows[i]
                 pieces.append(Piece(number[name], n, start, end - start, box, tensor.dim_order, mark))
             name = self._named(names.data_name(rank, n))
-            header, blocks = digest(layout.header), block_digests(image)
-            files.append(DataFile(name, len(image), layout.data_start, header, names.BLOCK, blocks))
+            header = digest(layout.header)
+            blocks = tuple(digest(image[i : i + self.block]) for i in range(0, len(image), self.block))
+            files.append(DataFile(name, len(image), layout.data_start, header, self.block, blocks))
             out[name] = bytes(image)
         return files, pieces
 
@@ -218,6 +228,10 @@ RAW: dict[str, Any] = {
     "npscalar_text": {"$npscalar": ["<U2", "YQAAAGIAAAA="]}, "npdtype": {"$npdtype": "<f4"}, "u8": {"$u8": "AAEC/w=="},
     "enum": {"$enum": {"$tuple": [1, "red"]}},
 }  # fmt: skip
+LOADER = {
+    "seed": 7, "epoch": 1, "samples": 40, "length": 100, "shuffle": True, "tail": "pad", "drop_last": False,
+    "batch_size": 5, "num_replicas": 2, "order": 1,
+}  # fmt: skip
 MT19937 = {"key": {"words": "<u4", "bytes": bytes(2496)}, "pos": 624}
 
 
@@ -232,14 +246,14 @@ def types() -> dict[str, bytes]:
         "model/quantized/elements": Tensor("uint8", (2, 2)),
         "model/sparse/indices": Tensor("int64", (2, 2)),
         "model/sparse/values": Tensor("float32", (2,)),
-        "extra/raw/csr/outer": Tensor("int64", (4,)),
-        "extra/raw/csr/inner": Tensor("int64", (2,)),
         "optimizer/state/conv.weight/exp_avg": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
         "optimizer/state/conv.weight/exp_avg_sq": Tensor("float32", (2, 3, 2, 2), (0, 2, 3, 1), file=1),
         "optimizer/state/conv.weight/step": Tensor("float32", (), file=1),
         "optimizer/groups/0/lr": Tensor("float64", (), file=1),
         "extra/raw/tensor": Tensor("float32", (2,), file=1),
         "extra/raw/elsewhere": Tensor("int64", (), file=1),
+        "extra/raw/csr/outer": Tensor("int64", (4,)),
+        "extra/raw/csr/inner": Tensor("int64", (2,)),
         "extra/raw/array": Tensor("float64", (2, 2), file=1),
         "extra/raw/big_endian": Tensor("uint8", (8,), file=1),
     }
@@ -289,10 +303,10 @@ def types() -> dict[str, bytes]:
 def ranks() -> dict[str, bytes]:
     boxes: dict[int, list[Box | None]] = {0: [Box((0, 0), (3, 2)), Box((0, 2), (3, 3))], 1: [Box((3, 0), (1, 5))]}
     tensors = {
-        "model/sharded": Tensor("bfloat16", (4, 5), None, 1, boxes),
-        "model/empty": Tensor("float32", (0, 4), None, 1, {1: [None]}),
-        "model/norm.running_mean": Tensor("float32", (3,), None, 2, {0: [None], 1: [None]}),
-        "model/bias": Tensor("complex64", (3,)),
+        "model/sharded": Tensor("bfloat16", (4, 5), None, 0, boxes),
+        "model/empty": Tensor("float32", (0, 4), None, 0, {1: [None]}),
+        "model/norm.running_mean": Tensor("float32", (3,), None, 1, {0: [None], 1: [None]}),
+        "model/bias": Tensor("complex64", (3,), None, 2),
         "model/last": Tensor("int8", (2, 2), (1, 0), 3, {1: [None]}),
     }
     golden = Golden(
@@ -300,11 +314,14 @@ def ranks() -> dict[str, bytes]:
         "202122232425262728292a2b2c2d2e2f",
         tensors,
         {"model": {"kind": "module"}, "loader": {"kind": "loader"}},
-        {rank: {"model": {}, "loader": {"samples": 100 + rank}, "rng": {"torch": {"$u8": "AQ=="}}} for rank in (0, 1)},
+        {
+            rank: {"model": {}, "loader": LOADER, "rng": {"torch": {"$u8": state}}}
+            for rank, state in ((0, "AQ=="), (1, "Ag=="))
+        },
         groups=(
-            PlacementGroup("whole", (0,)),
             PlacementGroup("shards", (0, 1)),
             PlacementGroup("per-rank", (0, 1)),
+            PlacementGroup("whole", (0,)),
             PlacementGroup("whole", (1,)),
         ),
         world=2,
@@ -312,29 +329,7 @@ def ranks() -> dict[str, bytes]:
     return {f"{names.step_name(12)}/{name}": data for name, data in golden.files().items()}
 
 
-def shared() -> dict[str, bytes]:
-    """Names unique to a save, as on object stores; the second step takes a frozen tensor from the first one's file; a
-    third was resumed from the first, so that the second is off the line; the first is pinned."""
-    saves = [f"{n:02x}" * 16 for n in (0x31, 0x32, 0x33)]
-    frozen, moving = Tensor("float32", (4,)), Tensor("float32", (2, 2))
-    parts = {"model": {"kind": "module"}}
-    out: dict[str, bytes] = {}
-    first = Golden(100, saves[0], {"model/frozen": frozen, "model/w": moving}, parts, {0: {"model": {}}})
-    first.suffix = f"-{saves[0]}"
-    made = first.files()
-    data = f"rank-00000-{saves[0]}.safetensors"
-    earlier = ("step-00000100", data)
-    for step, save, incarnation, parent in ((200, saves[1], 1, None), (150, saves[2], 2, Parent(100, 1, saves[0]))):
-        nowhere = Tensor("float32", (4,), boxes={})
-        golden = Golden(step, save, {"model/frozen": nowhere, "model/w": moving}, parts, {0: {"model": {}}})
-        golden.suffix, golden.incarnation, golden.parent = f"-{save}", incarnation, parent
-        golden.shared, golden.source = ("model/frozen", made[data], "shared-0.safetensors"), earlier
-        out |= {f"{names.step_name(step)}/{name}": content for name, content in golden.files().items()}
-    out |= {f"step-00000100/{name}": content for name, content in made.items()}
-    return out | {"pins/step-00000100.json": jsontext.dump({"step": 100, "note": "the paper's table 2"})}
-
-
-GOLDENS = {"v1-example": example, "v1-types": types, "v1-ranks": ranks, "v1-shared": shared}
+GOLDENS = {"v1-example": example, "v1-types": types, "v1-ranks": ranks}
 
 
 def main() -> int:
