@@ -20,6 +20,7 @@ from values_from_text import Damaged, Values
 
 _ID = re.compile(r"[0-9a-f]{32}\Z")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
+_PART = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _STEP = re.compile(r"step-[0-9]{8,20}\Z")
 
 # "Element types": dtype -> (item size, in the header, numpy's type where it has one)
@@ -91,9 +92,15 @@ def parse_json(data: bytes, kind: str) -> dict[str, Any]:
         check(math.isfinite(float(text)), kind, text)
         return float(text)
 
+    def whole(text: str) -> int:
+        finite(text)
+        return int(text)
+
     check(data.count(b",") + data.count(b"[") + data.count(b"{") <= 32_000_000, kind, "too many values")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=whole
+        )
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for a surrogate without its partner
     except (ValueError, RecursionError) as error:
         raise Damaged(kind, str(error)) from None
@@ -127,6 +134,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         names = [entry["name"], *(entry.get("source") or [])[1:]]
         check(all(_FILE.match(name) and name != "manifest.json" for name in names), "file-name", str(names))
         check(not entry.get("source") or bool(_STEP.match(entry["source"][0])), "file-name", str(entry))
+        check(not entry.get("source") or not entry["name"].endswith(".json"), "manifest", str(entry))
     check_manifest(value)
     return value
 
@@ -144,6 +152,14 @@ def check_manifest(value: dict[str, Any]) -> None:
     good &= all(_ID.match(value[key]) is not None for key in ("run", "save"))
     good &= len({entry["name"] for entry in value["files"]}) == len(value["files"])
     good &= all(group["kind"] in ("whole", "shards", "per-rank") and group["ranks"] for group in value["groups"])
+    good &= "writer" not in value["world"] or _ID.match(str(value["world"]["writer"])) is not None
+    good &= all(type(number) in (int, float) or list(number) == ["$float"] for number in value["metrics"].values())
+    firsts = {name.split("/")[0] for name in (*value["parts"], *table["names"], *table["aliases"])}
+    good &= all(_PART.match(first) is not None and first not in ("rng", "step") for first in firsts)
+    good &= all(type(part["kind"]) is str for part in value["parts"].values())
+    composites = [part.get("composites", {}) for part in value["parts"].values()]
+    good &= all(type(named) is dict and all("kind" in one for one in named.values()) for named in composites)
+    good &= all(math.prod(size or 1 for size in shape) <= 1 << 62 for shape in table["shapes"])
     check(good, "manifest", "a member is not what it must be")
 
 
@@ -151,10 +167,10 @@ def check_manifest(value: dict[str, Any]) -> None:
 
 
 def committed(root: str) -> dict[str, dict[str, Any]]:
-    """Folder -> manifest of every committed step."""
+    """Folder -> manifest of every committed step, of copies the one with the usual name or else the first."""
     found = {}
     for folder in sorted(os.listdir(root)):
-        if folder.startswith(".") or not os.path.isdir(os.path.join(root, folder)):
+        if folder.startswith(".") or folder == "pins" or not os.path.isdir(os.path.join(root, folder)):
             continue
         try:
             manifest = read_manifest(os.path.join(root, folder, "manifest.json"))
@@ -162,10 +178,28 @@ def committed(root: str) -> dict[str, dict[str, Any]]:
                 path = os.path.join(root, *(entry.get("source") or [folder, entry["name"]]))
                 check(os.path.isfile(path) and not os.path.islink(path), "missing-file", path)
                 check(os.path.getsize(path) == entry["bytes"], "length", path)
-        except Damaged:
+        except (Damaged, Unsupported):
             continue
         found[folder] = manifest
-    return found
+    chosen: dict[str, str] = {}
+    for folder, m in found.items():
+        if m["save"] not in chosen or folder == f"step-{m['step']:08d}":
+            chosen[m["save"]] = folder
+    return {folder: found[folder] for folder in chosen.values()}
+
+
+def newer_format(root: str) -> bool:
+    """Whether who asks for the newest step must be refused."""
+    numbers = [-1]
+    for folder in os.listdir(root):
+        try:
+            if _STEP.match(folder):
+                read_manifest(os.path.join(root, folder, "manifest.json"))
+        except Unsupported:
+            numbers.append(int(folder[5:]))
+        except Damaged:
+            pass
+    return max(numbers) > max(line(root), default=-1)
 
 
 def line(root: str) -> dict[int, str]:
@@ -175,9 +209,12 @@ def line(root: str) -> dict[int, str]:
         return {}
     run = max(steps.values(), key=lambda m: (m["incarnation"], m["step"]))["run"]
     mine = {folder: m for folder, m in steps.items() if m["run"] == run}
-    starts = {m["incarnation"]: m["parent"]["step"] if m["parent"] else -1 for m in mine.values()}
+    starts: dict[int, int] = {}
+    for m in mine.values():
+        start = m["parent"]["step"] if m["parent"] else -1
+        starts[m["incarnation"]] = max(start, starts.get(m["incarnation"], start))
     on: dict[int, str] = {}
-    for folder, m in sorted(mine.items(), key=lambda item: item[1]["incarnation"]):
+    for folder, m in sorted(mine.items(), key=lambda item: (item[1]["incarnation"], item[0])):
         later = [start for incarnation, start in starts.items() if incarnation > m["incarnation"]]
         if m["step"] <= min(later, default=m["step"]):
             on[m["step"]] = folder
