@@ -50,7 +50,7 @@ class HostBuffer:
                 needed=rounded,
                 hint="Free host memory; training can go on, nothing was saved.",
             ) from error
-        # Wiped on fork: a forked DataLoader worker would make every later copy fault page by page, and double the memory.
+        # Wiped on fork: a forked DataLoader worker would make every later copy fault page by page, and double memory.
         # Not MADV_DONTFORK: a worker that collects its copy of the manager would unmap whatever it has at the address.
         for advice in (_WIPE_ON_FORK, getattr(mmap, "MADV_HUGEPAGE", None)):
             if advice is not None:
@@ -130,7 +130,7 @@ class Staging:
         self._buffer.reserve(layout.bytes)
         if not self._views:
             self._make_views(tensors, layout)
-        sources = [tensors[name].detach() for name in self._names]
+        sources = [tensors[name] for name in self._names]
         with torch.no_grad():
             _copy(self._views, sources)
         assert self._signature is not None

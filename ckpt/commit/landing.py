@@ -9,19 +9,21 @@ import torch
 
 from ckpt.capture.base import Target
 from ckpt.commit.stored import Stored
-from ckpt.commit.transfer import Landing, damaged_piece, receive
+from ckpt.commit.transfer import Landing, receive
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.digest import digest
 from ckpt.geometry import Box
 from ckpt.plan.planner import Need, needs
-from ckpt.storage.base import ReadRange
+
+_BUFFER = 64 << 20  # bytes of pieces that go through one buffer together
+_ALIGN = 64
 
 
 def land(stored: Stored, targets: Sequence[Target], progress: Callable[[int], None] | None = None) -> None:
     """Fills every target with the saved bytes, each piece checked against its digest as it lands.
 
     Coverage of every target is checked before the first byte is read. On CorruptCheckpointError some targets hold
-    other bytes than before. Peak extra memory is the largest piece that cannot be read in place.
+    other bytes than before. Peak extra memory is that of one batch of pieces that cannot be read in place: 64 MiB, or
+    the largest of them.
     """
     first: dict[int, torch.Tensor] = {}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -35,10 +37,8 @@ def land(stored: Stored, targets: Sequence[Target], progress: Callable[[int], No
         for file, landings in direct.items():
             landings.sort(key=lambda item: item.start)
             receive(stored.storage, stored.path(file), landings, progress)
-        for need, tensor in indirect:
-            _fill_through_buffer(stored, need, tensor)
-            if progress is not None:
-                progress(need.source.piece.bytes)
+        for batch in _batches(indirect):
+            _fill_through_buffer(stored, batch, progress)
         for tensor, source in copies:
             bitwise_copy(tensor, source)
     if targets:
@@ -94,26 +94,52 @@ def memory_of(tensor: torch.Tensor, size: int) -> memoryview:
     return _view(tensor.data_ptr(), size, _WRITABLE)
 
 
-def _fill_through_buffer(stored: Stored, need: Need, tensor: torch.Tensor) -> None:
-    piece = need.source.piece
-    buffer = bytearray(piece.bytes)
-    path = stored.path(need.source.file)
-    stored.storage.read_ranges(path, [ReadRange(piece.start, (memoryview(buffer),))])
-    if digest(buffer) != piece.xxh3_128:
-        raise damaged_piece(stored.storage, path, stored.manifest.tensors.names[piece.tensor])
-    if not buffer:
-        return
-    host = torch.frombuffer(buffer, dtype=torch.uint8).view(tensor.dtype).view(piece.box.sizes)
-    inside = host
-    for dim, (offset, start, size) in enumerate(
-        zip(need.overlap.offsets, piece.box.offsets, need.overlap.sizes, strict=True)
-    ):
-        inside = inside.narrow(dim, offset - start, size)
-    target = tensor
+def _batches(needs: Sequence[tuple[Need, torch.Tensor]]) -> list[list[tuple[Need, torch.Tensor]]]:
+    """Pieces of one file, neighbours together, that share a buffer: a read for each would cost more than the bytes."""
+    batches: list[list[tuple[Need, torch.Tensor]]] = []
+    size, file = 0, None
+    for item in needs:
+        source = item[0].source
+        if file != source.file or size + source.piece.bytes > _BUFFER or not batches:
+            batches.append([])
+            size, file = 0, source.file
+        batches[-1].append(item)
+        size += source.piece.bytes
+    return batches
+
+
+def _fill_through_buffer(
+    stored: Stored, batch: Sequence[tuple[Need, torch.Tensor]], progress: Callable[[int], None] | None
+) -> None:
+    starts: list[int] = []
+    end = 0
+    for need, _ in batch:
+        starts.append(end)
+        # A view as another dtype has to start at a multiple of its item size.
+        end += -(-need.source.piece.bytes // _ALIGN) * _ALIGN
+    buffer = torch.empty(end, dtype=torch.uint8)
+    whole = memory_of(buffer, end)
+    names = stored.manifest.tensors.names
+    landings: list[Landing] = []
+    for (need, _), start in zip(batch, starts, strict=True):
+        piece = need.source.piece
+        landings.append(Landing(names[piece.tensor], piece.start, whole[start : start + piece.bytes], piece.xxh3_128))
+    receive(stored.storage, stored.path(batch[0][0].source.file), landings, progress)
+    for (need, tensor), start in zip(batch, starts, strict=True):
+        if need.source.piece.bytes:
+            host = buffer[start : start + need.source.piece.bytes].view(tensor.dtype)
+            _place(need, host.view(need.source.piece.box.sizes), tensor)
+
+
+def _place(need: Need, host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copies the wanted part of a piece to its place in `tensor`."""
     if not need.exact:
-        for dim, (offset, size) in enumerate(zip(need.overlap.offsets, need.overlap.sizes, strict=True)):
-            target = target.narrow(dim, offset, size)
-    bitwise_copy(target, inside)
+        for dim, (offset, start, size) in enumerate(
+            zip(need.overlap.offsets, need.source.piece.box.offsets, need.overlap.sizes, strict=True)
+        ):
+            host = host.narrow(dim, offset - start, size)
+            tensor = tensor.narrow(dim, offset, size)
+    bitwise_copy(tensor, host)
 
 
 def bitwise_copy(target: torch.Tensor, source: torch.Tensor) -> None:
