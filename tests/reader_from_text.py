@@ -33,6 +33,7 @@ DTYPES: dict[str, tuple[int, str | None, str | None]] = {
     "float8_e8m0fnu": (1, None, None), "float4_e2m1fn_x2": (1, None, None), "complex32": (4, None, None),
     "complex64": (8, None, "<c8"), "complex128": (16, None, "<c16"),
 }  # fmt: skip
+HEADER_SIZES = {kind: size for size, kind, _ in DTYPES.values() if kind is not None}
 
 
 class Unsupported(Exception):
@@ -266,12 +267,17 @@ def check_files(index: dict[str, Any], contents: dict[str, bytes]) -> None:
         check(blocks == file["blocks"], "digest", "a block")
         header = data[: file["header_bytes"]]
         check(digest(header) == file["header_xxh3_128"], "header", "its digest")
+        position = 0
         (length,) = struct.unpack("<Q", header[:8])
         check(8 + length == len(header) and length <= 100_000_000, "header", "its length")
         position = 0
-        for entry in sorted(parse_json(header[8:], "header").values(), key=lambda entry: entry["data_offsets"]):
+        entries = parse_json(header[8:], "header")
+        entries.pop("__metadata__", None)
+        for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
             check(entry["data_offsets"][0] == position, "header", "a hole")
             position = entry["data_offsets"][1]
+            item = HEADER_SIZES.get(entry["dtype"], -1)
+            check(position - entry["data_offsets"][0] == item * math.prod(entry["shape"]), "header", "an entry")
         check(len(header) + position == len(data), "header", "its end")
 
 

@@ -148,6 +148,48 @@ INDEXES: dict[str, tuple[Change, str]] = {
 }
 
 
+def with_header(change: Change) -> Callable[[Path], None]:
+    """Another header of the same length in rank 0's data file, every digest made anew."""
+
+    def rewrite(folder: Path) -> None:
+        path = folder / "rank-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        made = change(entries)
+        raw = made if isinstance(made, bytes) else length.to_bytes(8, "little") + jsontext.dump(entries)
+        data[: 8 + length] = raw.ljust(8 + length)
+        path.write_bytes(data)
+
+        def index(value: dict[str, Any]) -> None:
+            file, whole = value["files"][0], digest(bytes(data))
+            file["header_xxh3_128"], file["blocks"] = digest(bytes(data[: 8 + length])), [whole]
+
+        def manifest(record: dict[str, Any]) -> None:
+            next(entry for entry in record["files"] if entry["name"] == path.name)["xxh3_128"] = digest(bytes(data))
+
+        write(folder, manifest, index)
+
+    return rewrite
+
+
+def first(entries: dict[str, Any], **changes: Any) -> None:
+    next(iter(entries.values())).update(changes)
+
+
+HEADERS: dict[str, tuple[Change, str]] = {
+    "the same header": (lambda h: None, "sound"),
+    "metadata": (lambda h: h.update(__metadata__={"a": "b"}), "sound"),
+    "a dtype of no table": (lambda h: first(h, dtype="F33"), "header"),
+    "a shape of other elements": (lambda h: first(h, shape=[1, 1, 1]), "header"),
+    "an overlap": (lambda h: first(h, data_offsets=[0, 1 << 20]), "header"),
+    "no tensor": (lambda h: h.clear(), "header"),
+    "no JSON": (lambda h: (4088).to_bytes(8, "little") + b"x{}", "header"),
+    "a length beyond the file": (lambda h: (1 << 40).to_bytes(8, "little") + b"{}", "header"),
+    "a shorter header": (lambda h: (4080).to_bytes(8, "little") + jsontext.dump(h), "header"),
+}
+
+
 def verified(folder: Path) -> str:
     kinds = {finding.kind for finding in ckpt.verify(folder).findings}
     assert len(kinds) < 2
@@ -164,14 +206,17 @@ def theirs(folder: Path) -> str:
     return "sound"
 
 
-@pytest.mark.parametrize("case", [*MANIFESTS, *INDEXES])
+@pytest.mark.parametrize("case", [*MANIFESTS, *INDEXES, *HEADERS])
 def test_verify_and_the_reader_made_from_the_text_agree(tmp_path: Path, case: str) -> None:
     shutil.copytree(GOLDEN / "v1-ranks", tmp_path / "root")
     folder = tmp_path / "root" / "step-00000012"
     if case in MANIFESTS:
         change, kind = MANIFESTS[case]
         write(folder, manifest=change)
-    else:
+    elif case in INDEXES:
         change, kind = INDEXES[case]
         write(folder, index=change)
+    else:
+        change, kind = HEADERS[case]
+        with_header(change)(folder)
     assert (verified(folder), theirs(folder)) == (kind, kind)

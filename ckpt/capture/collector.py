@@ -210,5 +210,6 @@ def _scalar_leaf(numpy: Any, value: Any, path: Path) -> Json:
     if _foreign(kind):
         raise refuse(value, path, f" because of its element type {kind}")
     name = kind.str if kind.kind in "US" else kind.name
-    raw = numpy.asarray(value).astype(kind.newbyteorder("<")).tobytes()
+    # An empty text has no bytes, but as an array those of one character.
+    raw = numpy.asarray(value).astype(kind.newbyteorder("<")).tobytes() if kind.itemsize else b""
     return {"$npscalar": [name, base64.b64encode(raw).decode("ascii")]}

@@ -16,9 +16,8 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.values import Json, decode
 
 _UNIT = r"(?:\[[0-9]*(?:generic|Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
-_NAMED = re.compile(rf"(?:(?:u?int|float|complex)([0-9]+)|(bool)|(?:datetime|timedelta)64{_UNIT})\Z")
+_NAMED = re.compile(rf"(?:u?int(8|16|32|64)|float(16|32|64)|complex(64|128)|bool|(?:datetime|timedelta)64{_UNIT})\Z")
 _CODED = re.compile(rf"[<>|](?:(b1|[iu][1248]|f[248]|c8|c16)|([SU])([0-9]{{1,9}})|[mM]8{_UNIT})\Z")
-_BITS = {"8", "16", "32", "64", "128"}
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(?:0|[1-9][0-9]*))?\Z")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*\Z")
 
@@ -30,8 +29,9 @@ def itemsize_of(kind: Json) -> int:
     """
     if type(kind) is str:
         named = _NAMED.match(kind)
-        if named is not None and (named.group(1) or "8") in _BITS:
-            return int(named.group(1)) // 8 if named.group(1) else 1 if named.group(2) else 8
+        if named is not None:
+            bits = named.group(1) or named.group(2) or named.group(3) or ("8" if kind == "bool" else "64")
+            return int(bits) // 8
         coded = _CODED.match(kind)
         if coded is not None:
             simple, text, count = coded.groups()
