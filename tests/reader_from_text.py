@@ -158,8 +158,9 @@ def check_manifest(value: dict[str, Any]) -> None:
     firsts = {name.split("/")[0] for name in (*value["parts"], *table["names"], *table["aliases"])}
     good &= all(_PART.match(first) is not None and first not in ("rng", "step") for first in firsts)
     good &= all(type(part["kind"]) is str for part in value["parts"].values())
-    composites = [part.get("composites", {}) for part in value["parts"].values()]
-    good &= all(type(named) is dict and all("kind" in one for one in named.values()) for named in composites)
+    for part in value["parts"].values():
+        named = part.get("composites", {})
+        good &= type(named) is dict and all(type(one.get("kind")) is str for one in named.values())
     good &= all(math.prod(size or 1 for size in shape) <= 1 << 62 for shape in table["shapes"])
     check(good, "manifest", "a member is not what it must be")
 

@@ -15,7 +15,7 @@ from manager_support import make_manifest
 import ckpt
 from ckpt.commit.line import check_newest, line_of
 from ckpt.commit.roster import Scanner
-from ckpt.errors import UnsupportedFormatError
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckpt.format import jsontext
 from ckpt.format.digest import digest
 from ckpt.format.manifest import Parent, seal
@@ -79,6 +79,15 @@ def test_both_readers_refuse_where_a_newer_format_stands_above_the_newest(
             check_newest(roster, line_of(roster).newest)
     else:
         check_newest(roster, line_of(roster).newest)
+
+
+def test_a_tensor_that_does_not_exist_is_damage_to_who_reads_it(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "v1-ranks", tmp_path / "root")
+    folder = tmp_path / "root" / "step-00000012"
+    write(folder, index=lambda i: i["values"].update(loader={"$tensor": "model/none"}))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        ckpt.read(folder)
+    assert caught.value.kind == "value"
 
 
 # Single members

@@ -45,6 +45,8 @@ def _find(saved: SavedState, tensors: Mapping[str, torch.Tensor], name: str) -> 
     try:
         return stored_tensor(saved, tensors, name)
     except KeyError:
+        if saved.info(name) is None and name not in saved.composites:
+            raise  # not one that was left out: the checkpoint has none of this name
         return ABSENT
 
 
