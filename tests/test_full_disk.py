@@ -234,16 +234,22 @@ def test_no_space_at_each_stage_of_a_save_is_told_truly(
     assert resumed(tmp_path) == 4
 
 
+def fill(folder: Path, name: str) -> None:
+    info = os.statvfs(folder)
+    if info.f_bavail:
+        with open(folder / name, "wb") as ballast:
+            os.posix_fallocate(ballast.fileno(), 0, info.f_bavail * info.f_frsize)
+
+
 def test_no_space_for_a_pin_or_the_owner_note_leaves_no_draft(
     small: Path, fault: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = small / "run"
     write_steps(root, 1)
-    info = os.statvfs(small)
-    with open(small / "ballast", "wb") as ballast:
-        os.posix_fallocate(ballast.fileno(), 0, info.f_bavail * info.f_frsize)
+    fill(small, "ballast")
     with manager(root) as made:
         assert made.resume() == 1
+        fill(small, "more")  # taking the lock removed the note of the owner before
         error = failure(lambda: made.pin(1, "x" * 500), OutOfSpaceError)
         assert error.errno == errno.ENOSPC
     assert os.listdir(root / "pins") == [] if (root / "pins").exists() else True
