@@ -116,16 +116,18 @@ def feasible(plan: Plan, measured: Measured, done: int, left: int) -> bool:
 def aim(plan: Plan, measured: Measured, left: int, kills_left: int) -> Kill:
     """The kill that `plan` means in a process with `left` saves to come, of a run with `kills_left` kills after it."""
     if not measured.counts:
-        return Kill("outside", delay=0.05 + plan.when * measured.whole_s)
+        return Kill("outside", delay=0.05 + plan.when / 4**plan.tries * measured.whole_s)
     # Later kills of the run need saves of their own; the last third of them is kept for those that hit late.
     room = max(1, left // (kills_left + 1))
     if plan.tries:
         room = 1
+    # A delay was drawn from what the runs without faults took; a quicker process ends before it. So each try waits less.
+    when = plan.when / 4**plan.tries
     if plan.target == ANY_MOMENT:
         share = max(left, 1) / max(measured.saves, 1) / (kills_left + 1)
-        return Kill("moment", delay=plan.when * measured.run_s * share)
+        return Kill("moment", delay=when * measured.run_s * share)
     if plan.target == IN_SAVE and not plan.point:
-        return Kill("save", occurrence=1 + int(plan.where * room), delay=plan.when * measured.save_s)
+        return Kill("save", occurrence=1 + int(plan.where * room), delay=when * measured.save_s)
     name = plan.point or plan.target
     if name in points.RESUME_POINTS:
         return Kill("point", name, 1)
