@@ -103,10 +103,11 @@ def pattern(shown: str) -> str:
 
 
 def matches(shown: list[str], printed: str) -> bool:
-    """Blank lines and the width of gaps do not count. A line "..." stands for any number of lines."""
+    """Blank lines, the width of gaps and where a line wraps (it depends on how long a duration prints) do not count. A
+    line "..." stands for any number of lines."""
     wanted = [line for line in shown if line.strip()]
     got = "\n".join(line.strip() for line in printed.splitlines() if line.strip())
-    parts = [r"(?:.*\n)*?" if line.strip() in ("...", "…") else pattern(line) + r"\n" for line in wanted]
+    parts = [r"(?:.*\n)*?" if line.strip() in ("...", "…") else pattern(line) + r"\s+" for line in wanted]
     return re.fullmatch("".join(parts), got + "\n" if got else "") is not None
 
 

@@ -121,7 +121,7 @@ def aim(plan: Plan, measured: Measured, left: int, kills_left: int) -> Kill:
     room = max(1, left // (kills_left + 1))
     if plan.tries:
         room = 1
-    # A delay was drawn from what the runs without faults took; a quicker process ends before it. So each try waits less.
+    # Delays are drawn from what the runs without faults took; a quicker process ends first, so each try waits less.
     when = plan.when / 4**plan.tries
     if plan.target == ANY_MOMENT:
         share = max(left, 1) / max(measured.saves, 1) / (kills_left + 1)
