@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.errors import CheckpointError
+from ckpt import threads
+from ckpt.errors import CheckpointError, UnsupportedStateError
 from ckpt.format.datafile import Layout, PieceSpec, lay_out
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -79,14 +80,13 @@ class HostBuffer:
                     return
                 ctypes.memset(address + start, 0, min(_SLICE, len(area) - start))
 
-        self._toucher = threading.Thread(target=fault, name="ckpt-touch", daemon=True)
-        self._toucher.start()
+        self._toucher = threads.start(fault, "ckpt-touch")  # without it the first copy is slower, that is all
 
-    def settle(self) -> None:
-        """Ends `touch`: its zeros must not land over a copy."""
+    def settle(self, wait: bool = True) -> None:
+        """Ends `touch`: its zeros must not land over a copy. wait=False only tells it to end."""
         toucher, self._toucher = self._toucher, None
-        if toucher is not None:
-            self._stop.set()
+        self._stop.set()
+        if toucher is not None and wait:
             toucher.join()
 
     def bytes(self, size: int) -> torch.Tensor:
@@ -140,7 +140,14 @@ class Staging:
         signature = tuple((name, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items())
         if signature != self._signature or self._layout is None:
             specs = [PieceSpec(name, dtype, shape) for name, dtype, shape in signature]
-            layout = lay_out(specs)
+            try:
+                layout = lay_out(specs)
+            except ValueError as error:
+                raise UnsupportedStateError(
+                    f"The state cannot be saved: {error}.",
+                    stage="capture",
+                    hint="Join small tensors into larger ones, or shorten their names.",
+                ) from error
             self._signature, self._layout, self._views = signature, layout, []
             self._names = tuple(specs[i].key for i in layout.order)
         return self._layout
@@ -153,9 +160,9 @@ class Staging:
             for name, (start, end) in zip(self._names, layout.spans, strict=True)
         ]
 
-    def settle(self) -> None:
-        """Ends the background work of `prepare`."""
-        self._buffer.settle()
+    def settle(self, wait: bool = True) -> None:
+        """Ends the background work of `prepare`; wait=False returns before it has ended."""
+        self._buffer.settle(wait)
 
     def release(self) -> None:
         """Lets the memory go."""

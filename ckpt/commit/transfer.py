@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt import points
+from ckpt import points, threads
 from ckpt.commit.attempt import Attempt
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.datafile import Layout
@@ -71,12 +71,8 @@ def send(attempt: Attempt, name: str, image: memoryview, layout: Layout) -> Dige
         except BaseException as error:
             failed.append(error)
 
-    helper = threading.Thread(target=work, name="ckpt-digest", daemon=True)
-    try:
-        helper.start()
-    except RuntimeError:
-        # No thread can be started while the interpreter ends: then one after the other.
-        helper = None
+    helper = threads.start(work, "ckpt-digest")
+    if helper is None:
         work()
     try:
         attempt.write(name, image, _half(len(image)))
@@ -139,14 +135,11 @@ def receive(
             failed.append(error)
 
     total = sum(len(item.into) for item in landings)
-    helpers = [threading.Thread(target=work, name="ckpt-read", daemon=True) for _ in range(CHECKERS - 1)]
-    if total < GROUP:
-        helpers = []
-    for helper in helpers:
-        helper.start()
+    helpers = [threads.start(work, "ckpt-read") for _ in range(CHECKERS - 1 if total >= GROUP else 0)]
     work()
     for helper in helpers:
-        helper.join()
+        if helper is not None:
+            helper.join()
     if failed:
         raise failed[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckpt.errors import CoordinationError
 
@@ -22,18 +22,9 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
 
-    @property
-    def leads(self) -> bool:
-        """True on the rank that decides and commits."""
-        return self.rank == 0
-
     def decide(self, choose: Callable[[], T]) -> T:
         """What rank 0 chose, on every rank."""
         return choose()
-
-    def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, by rank, on rank 0; on others an empty list."""
-        return [item]
 
 
 def this_process() -> Ranks:

@@ -29,11 +29,10 @@ class Abilities:
     """What a backend can do, declared or probed, never inferred from a platform.
 
     renames_folders: `publish` moves a whole folder at once and refuses to replace one; without it a step is committed
-    by `put_new` of its manifest. outlives_process: what is written is there for another process.
+    by `put_new` of its manifest.
     """
 
     renames_folders: bool
-    outlives_process: bool
 
 
 @dataclass(frozen=True, slots=True)

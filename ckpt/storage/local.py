@@ -26,7 +26,7 @@ class LocalStorage(Storage):
     def __init__(self, root: str) -> None:
         self.root = root
         self.url = root
-        self.abilities = Abilities(renames_folders=True, outlives_process=True)
+        self.abilities = Abilities(renames_folders=True)
 
     @contextmanager
     def _translated(self, stage: str, path: str, needed: int | None = None) -> Iterator[None]:

@@ -25,7 +25,7 @@ class ObjectStorage(Storage):
         self.fs = fs
         self.root = path.rstrip("/")
         self.url = url
-        self.abilities = Abilities(renames_folders=False, outlives_process=False)
+        self.abilities = Abilities(renames_folders=False)
 
     def _key(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root

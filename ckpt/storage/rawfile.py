@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 
+from ckpt import threads
 from ckpt.storage.base import ReadRange
 
 ALIGN = 4096
@@ -41,6 +42,8 @@ def create(name: str, parent: int, size: int) -> int:
 
 def _preallocate(fd: int, size: int) -> None:
     # A full disk shows here, before any byte is written; and writes inside the size need no lock of the whole file.
+    if not hasattr(_libc, "fallocate"):
+        return
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
         code = ctypes.get_errno()
         if code not in _UNSUPPORTED and code != errno.EINTR:
@@ -143,19 +146,13 @@ class _Progress:
                 self._report(self._done)
 
 
-def _run(work: Callable[[], None], threads: int) -> None:
-    """Runs `work` in this thread and `threads - 1` more. At interpreter exit no thread can be started: then alone."""
-    helpers: list[threading.Thread] = []
-    for _ in range(threads - 1):
-        helper = threading.Thread(target=work, name="ckpt-io", daemon=True)
-        try:
-            helper.start()
-        except RuntimeError:
-            break
-        helpers.append(helper)
+def _run(work: Callable[[], None], count: int) -> None:
+    """Runs `work` in this thread and `count - 1` more, or in as many as can be started."""
+    helpers = [threads.start(work, "ckpt-io") for _ in range(count - 1)]
     work()
     for helper in helpers:
-        helper.join()
+        if helper is not None:
+            helper.join()
 
 
 def read_all(fd: int) -> bytes:
