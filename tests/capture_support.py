@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class Stored:
 
     text: str
     data: dict[str, bytes]
+    environment: dict[str, str] = field(default_factory=dict)
 
     def saved(self) -> SavedState:
         tree = json.loads(self.text)
@@ -28,7 +29,7 @@ class Stored:
             name: TensorInfo(dtype, tuple(shape), None if order is None else tuple(order))
             for name, (dtype, shape, order) in tree["tensors"].items()
         }
-        return SavedState(1, tree["parts"], tree["values"], tensors, tree["aliases"])
+        return SavedState(1, tree["parts"], tree["values"], tensors, tree["aliases"], self.environment)
 
 
 def registry(**objects: Any) -> Registry:

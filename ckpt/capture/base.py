@@ -13,11 +13,13 @@ import enum
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ckpt.capture import composite
+from ckpt.capture.store import Store
+from ckpt.capture.tensors import DTYPES
 from ckpt.errors import StateMismatchError
 from ckpt.format.values import Json, Path
 
@@ -33,8 +35,7 @@ class Phase(enum.IntEnum):
     RNG = 5
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A saved tensor: `dtype` is torch's name without "torch."; `dim_order` None means row-major strides."""
 
     dtype: str
@@ -47,7 +48,7 @@ class SavedState:
     """What a checkpoint holds, before any tensor byte was read. Names are full: "model/layers.0.weight".
 
     parts: registered name -> {"kind": ..., ...}; values: registered name -> typed JSON; tensors: every name that has
-    bytes of its own; aliases: name -> the name its bytes are stored under.
+    bytes of its own; aliases: name -> the name its bytes are stored under; environment: of the save, where it is known.
     """
 
     step: int
@@ -55,6 +56,7 @@ class SavedState:
     values: Mapping[str, Json]
     tensors: Mapping[str, TensorInfo]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Json] = field(default_factory=dict)
 
     def info(self, name: str) -> TensorInfo | None:
         return self.tensors.get(self.aliases.get(name, name))
@@ -63,6 +65,11 @@ class SavedState:
     def composites(self) -> Mapping[str, Mapping[str, Json]]:
         """What describes the quantised, sparse and flattened tensors, whose components are in `tensors`, by name."""
         return {name: head for part in self.parts.values() for name, head in part.get("composites", {}).items()}
+
+    @cached_property
+    def marks(self) -> Mapping[str, str]:
+        """Tensors inside values that are more than their elements, by full name: "grad", "parameter", "frozen"."""
+        return {name: mark for part in self.parts.values() for name, mark in part.get("marks", {}).items()}
 
     @cached_property
     def names(self) -> Mapping[str, list[str]]:
@@ -95,7 +102,6 @@ class RestorePlan:
     strict: bool = True
     override: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
-    restored: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shape: list[tuple[str, str, str]] = field(default_factory=list)
@@ -105,26 +111,33 @@ class RestorePlan:
     notes: list[str] = field(default_factory=list)  # differences that were settled (hyper-parameters), logged once
     actions: list[tuple[Phase, Callable[[], None]]] = field(default_factory=list)
     preparations: list[Callable[[], None]] = field(default_factory=list)  # see `prepare`
+    store: Store = field(default_factory=Store)
+    casting: bool = False  # a live dtype may be another one than the saved: whoever loads casts
 
     def fill(self, name: str, live: torch.Tensor) -> bool:
         """Plans that `live` gets the bytes saved as `name`; False (and a list entry) when it cannot."""
         if name in self.saved.composites or composite.is_composite(live):
             return composite.fill(self, name, live)
-        info = self.saved.info(name)
+        stored = self.saved.aliases.get(name, name)
+        info = self.saved.tensors.get(stored)
         if info is None:
             self.missing.append(name)
             return False
-        fits = True
-        if tuple(live.shape) != info.shape:
-            self.shape.append((name, str(list(info.shape)), str(list(live.shape))))
-            fits = False
-        live_dtype = str(live.dtype).removeprefix("torch.")
-        if live_dtype != info.dtype:
-            self.dtype.append((name, info.dtype, live_dtype))
-            fits = False
+        fits = self.compare(name, live, info)
         if fits:
-            self.targets.append(Target(self.saved.aliases.get(name, name), live))
+            self.targets.append(Target(stored, live))
+            self.store.put(stored, live)
         return fits
+
+    def compare(self, name: str, live: torch.Tensor, info: TensorInfo) -> bool:
+        """Whether `live` has the saved shape and dtype; a difference is listed."""
+        fits = live.shape == info.shape
+        if not fits:
+            self.shape.append((name, str(list(info.shape)), str(list(live.shape))))
+        if DTYPES.get(info.dtype) is live.dtype:
+            return fits
+        self.dtype.append((name, info.dtype, str(live.dtype).removeprefix("torch.")))
+        return False
 
     def later(self, phase: Phase, action: Callable[[], None]) -> None:
         """`action` runs in `phase`, after every tensor has its bytes and all digests were right."""

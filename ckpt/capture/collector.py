@@ -20,7 +20,6 @@ from ckpt.errors import UnsupportedStateError
 from ckpt.format.names import MAX_NAME
 from ckpt.format.values import Json, Path, encode, refuse, spell
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REAL = frozenset(dtype for dtype in DTYPE_NAMES if not dtype.is_complex)
 _STRIDED = torch.strided
 
@@ -28,7 +27,9 @@ _STRIDED = torch.strided
 class Collector:
     """tensors: stored name -> live tensor, in the order of capture; aliases: name -> stored name of the same memory;
     dim_orders: stored name -> order, for tensors that are dense and not row-major; composites: name -> what describes
-    a quantised, sparse or flattened tensor whose components are in `tensors`; values, parts: by registered name.
+    a quantised, sparse or flattened tensor whose components are in `tensors`; marks: of tensors inside values that are
+    more than their elements ("grad": a leaf that requires gradients, "parameter", "frozen": a parameter that is not
+    trained); values, parts: by registered name.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Collector:
         self.dim_orders: dict[str, tuple[int, ...]] = {}
         self.aliases: dict[str, str] = {}
         self.composites: dict[str, dict[str, Json]] = {}
+        self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[str, Json]] = {}
         self.values: dict[str, Json] = {}
         # Both maps name tensors that `tensors` or `_split` keep alive: an address or id of a temporary is no identity.
@@ -52,7 +54,12 @@ class Collector:
         tensor, for meta, fake, uninitialised and sharded tensors, unknown subclasses and layouts, and a name in use.
         """
         # Tens of thousands of tensors come through here while training waits: no call and no attribute too many.
-        if type(tensor) not in _PLAIN or tensor.dtype not in _REAL or tensor.layout is not _STRIDED or tensor.is_neg():
+        if (
+            type(tensor) not in composite.PLAIN
+            or tensor.dtype not in _REAL
+            or tensor.layout is not _STRIDED
+            or tensor.is_neg()
+        ):
             self._uncommon(name, tensor)
         else:
             self._strided(name, tensor)
@@ -158,6 +165,10 @@ class Collector:
         if composite.is_flattenable(value) and composite.why_not(value) is None:
             raise composite.refusal(value, name, "its class can only be filled inside a live module or optimizer")
         self.tensor(name, value)
+        if type(value) is torch.nn.Parameter:
+            self.marks[name] = "parameter" if value.requires_grad else "frozen"
+        elif value.requires_grad and value.is_leaf:
+            self.marks[name] = "grad"  # what was computed from it has a history, which is no state
         # Elsewhere than on the CPU the place is part of the value: nothing live tells it on resume.
         return {"$tensor": name if value.device.type == "cpu" else [name, str(value.device)]}
 

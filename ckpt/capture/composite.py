@@ -28,6 +28,7 @@ _LAYOUTS = {name: layout for layout, name in _SPARSE.items()}
 _QUANTIZED = {getattr(torch, name): name for name in ("qint8", "quint8", "qint32") if hasattr(torch, name)}
 _MAKERS = {scheme: getattr(torch, f"_make_per_{scheme}_quantized_tensor", None) for scheme in ("tensor", "channel")}
 _BY_ROW = ("csr", "bsr")
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 Components = dict[str, torch.Tensor]
 
@@ -67,6 +68,9 @@ def is_plain_class(kind: type) -> bool:
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
+    # Asked for every tensor of a save and a resume: most are told by two identities.
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
+        return tensor.dtype in _QUANTIZED
     return is_flattenable(tensor) or tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED
 
 
@@ -205,7 +209,8 @@ def fill(plan: RestorePlan, name: str, live: torch.Tensor) -> bool:
             plan.missing.append(f"{name}/{key}")
             return False
         parts[key] = allocate(info)
-        plan.targets.append(Target(plan.saved.aliases.get(f"{name}/{key}", f"{name}/{key}"), parts[key]))
+        stored = plan.saved.aliases.get(f"{name}/{key}", f"{name}/{key}")
+        plan.targets.append(Target(stored, parts[key]))
     dtype = str(head.get("dtype") or str(parts["values"].dtype).removeprefix("torch."))
     if dtype != live_dtype:
         plan.dtype.append((name, dtype, live_dtype))

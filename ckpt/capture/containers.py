@@ -1,4 +1,4 @@
-"""Objects that give and take their own state, and nested mappings and lists of registered objects.
+"""Nested mappings and lists of registered objects.
 
 What comes back is what was saved: content is replaced as a whole, never merged with what the live object held.
 """
@@ -10,63 +10,13 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from ckpt.capture.base import CollectorLike, Part, Phase, RestorePlan
+from ckpt.capture.enums import settle_enums
 from ckpt.capture.rebuild import PartReference, Rebuild
-from ckpt.errors import StateMismatchError
 from ckpt.format.names import MAX_DEPTH
 from ckpt.format.values import refuse, spell
 
-# What a class's own load method raises when it does not like the state. Errors of ours pass unchanged.
-LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-
 _SCALARS = (bool, int, float, str, bytes)
 _GONE = object()
-
-
-class ObjectPart:
-    """An object that gives and takes its own state, by `state_dict`/`load_state_dict` or `get_state`/`set_state`.
-
-    What it gives is stored whole, and what it takes is that, with fresh tensors; a state of tensors on the CPU comes
-    back on the CPU, any other on the device it was on where this machine has it.
-    """
-
-    def __init__(
-        self, name: str, give: Callable[[], Any], take: Callable[[Any], Any], phase: Phase = Phase.OTHERS
-    ) -> None:
-        self.name = name
-        self.kind = "loader" if phase is Phase.DATA else "object"
-        self._give = give
-        self._take = take
-        self._phase = phase
-
-    def capture(self, into: CollectorLike) -> None:
-        into.parts[self.name] = {"kind": self.kind}
-        into.values[self.name] = into.encode(_plain(self._give()), (self.name,))
-
-    def plan(self, plan: RestorePlan) -> None:
-        node = plan.saved.values.get(self.name)
-        rebuild = Rebuild(plan)
-        rebuild.reserve(node)
-        plan.later(self._phase, lambda: load(self.name, plan, lambda: self._take(rebuild.value(node))))
-        plan.restored.append(self.name)
-
-
-def _plain(state: Any) -> Any:
-    # An object may hand out a mapping of a class of its own; only its content is state.
-    return dict(state) if isinstance(state, Mapping) and type(state).__module__ != "collections" else state
-
-
-def load(name: str, plan: RestorePlan, action: Callable[[], Any]) -> None:
-    """Runs `action`, a load method that is not ours; what it raises becomes a StateMismatchError naming the part."""
-    try:
-        action()
-    except LOAD_ERRORS as error:
-        raise StateMismatchError(
-            f"{name} did not take the state saved at step {plan.saved.step}: {type(error).__name__}: {error}",
-            unexpected=(name,),
-            step=plan.saved.step,
-            stage="resume",
-            hint="Rebuild it as it was when the step was saved.",
-        ) from error
 
 
 class ContainerPart:
@@ -116,6 +66,10 @@ class ContainerPart:
         """The registered objects inside, by full name."""
         return self._walk()[2]
 
+    def parts(self) -> dict[str, Part]:
+        """Their parts, by full name."""
+        return self._walk()[1]
+
     def capture(self, into: CollectorLike) -> None:
         tree, parts, _ = self._walk()
         into.parts[self.name] = {"kind": self.kind}
@@ -131,11 +85,10 @@ class ContainerPart:
         for name, part in parts.items():
             if name in plan.saved.parts:
                 part.plan(plan)
-        node = plan.saved.values.get(self.name)
+        node = settle_enums(plan, plan.saved.values.get(self.name), lambda: self._tree, (self.name,))
         rebuild = Rebuild(plan)
         rebuild.reserve(node)
         plan.later(Phase.OTHERS, lambda: _replace(self._tree, rebuild.value(node), objects))
-        plan.restored.append(self.name)
 
 
 def is_container(node: Any) -> bool:

@@ -21,6 +21,7 @@ from ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from ckpt.format.names import escape, unescape
 from ckpt.format.values import Json, members_of
 
+_ADDED = frozenset({"differentiable"})  # by torch, to the defaults of an optimizer that was copied or loaded
 BY_MODULE, BY_NAME, BY_POSITION = "module", "param_names", "position"
 
 
@@ -247,3 +248,39 @@ def direct_tensors(saved: SavedState, part: str) -> dict[str, dict[str, str]]:
             if name and "/" not in name:
                 table.setdefault(str(_unescape(key)), {})[str(_unescape(name))] = full
     return table
+
+
+def state_keys(saved: SavedState, part: str) -> frozenset[str]:
+    """Every key that state of a parameter was saved under."""
+    table = direct_tensors(saved, part)
+    return frozenset(key for names in table.values() for key in names)
+
+
+def another_kind(stored: SavedGroups, live: Optimizer, saved_keys: frozenset[str]) -> Iterator[tuple[str, bool]]:
+    """What tells that the saved state is another kind of optimizer's: (sentence, whether no release of torch explains
+    it). No class is named in a checkpoint; the options and the keys of the state are what differs between kinds.
+    """
+    kind = type(live).__name__
+    gone = [key for key in stored.defaults if key not in live.defaults and key not in _ADDED]
+    if gone:
+        yield (
+            f"the saved optimizer had the options {_quote(gone)}, which {kind} lacks: it is another kind of optimizer, "
+            "or torch is older than at the save",
+            True,
+        )
+    new = [str(key) for key in live.defaults if str(key) not in stored.defaults and key not in _ADDED]
+    if new:
+        yield (
+            f"{kind} has the options {_quote(new)}, which the saved optimizer had not: it is another kind of "
+            "optimizer, or the options are new",
+            False,
+        )
+    states = [state for p, state in live.state.items() if isinstance(p, torch.Tensor)]
+    own = {str(key) for state in states for key, value in state.items() if isinstance(value, torch.Tensor)}
+    # One may have more than the other: of what the next step adds, or an option does.
+    if own - saved_keys and saved_keys - own:
+        yield (
+            f"the state of {kind} has {_quote(sorted(own - saved_keys))}, the saved one has "
+            f"{_quote(sorted(saved_keys - own))}: it is another kind of optimizer",
+            True,
+        )

@@ -15,10 +15,12 @@ def settle_targets(plan: RestorePlan) -> None:
     """Looks at all planned targets together; changes only the plan.
 
     Tensors tied now and when saved are filled once; tied now and saved apart is a problem, since one memory cannot hold
-    two values. A dense tensor gets the dim order that was saved, before the first byte lands, unless another tensor
-    shows its memory: kernels and fused optimizers go by it. Expanded tensors are filled through a dense copy.
+    two values; saved as one and apart now are both filled, and listed: training moves them apart. A dense tensor gets
+    the dim order that was saved, before the first byte lands, unless another tensor shows its memory: kernels and fused
+    optimizers go by it. Expanded tensors are filled through a dense copy.
     """
     plan.targets[:] = _untied(plan)
+    _tell_parted(plan)
     strides: dict[tuple[object, ...], tuple[int, ...]] = {}
     odd: list[tuple[Target, TensorInfo]] = []
     for target in plan.targets:
@@ -52,6 +54,8 @@ def _untied(plan: RestorePlan) -> list[Target]:
     seen: dict[int, list[Target]] = {}
     for target in plan.targets:
         live = target.tensor
+        if plan.store.is_superseded(live):
+            continue
         if not _is_strided(live) or live.numel() == 0:
             kept.append(target)
             continue
@@ -63,6 +67,18 @@ def _untied(plan: RestorePlan) -> list[Target]:
         elif first.name != target.name:
             plan.problems.append(f"{first.name} and {target.name} are tied (one memory) now and were saved as two")
     return kept
+
+
+def _tell_parted(plan: RestorePlan) -> None:
+    tied = set(plan.saved.aliases.values())
+    seen: dict[str, torch.Tensor] = {}
+    for target in plan.targets if tied else ():
+        if target.name not in tied or seen.setdefault(target.name, target.tensor) is target.tensor:
+            continue
+        others = [name for name, stored in plan.saved.aliases.items() if stored == target.name]
+        text = f"{target.name} and {', '.join(others[:10])} were tied (one memory) when saved and are not now"
+        if text not in plan.changes:
+            plan.changes.append(text)
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ckpt.capture.base import CollectorLike, RestorePlan
 from ckpt.capture.composite import is_plain_class
+from ckpt.capture.functions import fingerprint
 from ckpt.format.names import escape
 from ckpt.format.values import Json, check_text, members
 
@@ -73,6 +75,7 @@ class Walk:
 
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
+    averages: list[tuple[str, nn.Module]] = field(default_factory=list)
     custom: list[Custom] = field(default_factory=list)
 
 
@@ -86,7 +89,7 @@ def walk(module: nn.Module) -> Walk:
 def _visit(module: nn.Module, prefix: str, found: Walk) -> None:
     module = unwrap(module)
     if not is_plain(module):
-        found.custom.append(_ask(module, prefix))
+        found.custom.append(ask(module, prefix))
         return
     tensors = found.tensors
     for name, parameter in module._parameters.items():
@@ -97,11 +100,17 @@ def _visit(module: nn.Module, prefix: str, found: Walk) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in transient:
                 tensors.append((prefix + name, buffer))
+    if is_average(module):
+        found.averages.append((prefix.removesuffix("."), module))
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.extra.append((prefix + _EXTRA, module))
     for name, child in module._modules.items():
         if child is not None:
             _visit(child, f"{prefix}{name}.", found)
+
+
+def is_average(module: nn.Module) -> bool:
+    return isinstance(module, AveragedModel)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -148,7 +157,8 @@ def _only_compatibility_hooks(module: nn.Module) -> bool:
     return True
 
 
-def _ask(module: nn.Module, prefix: str) -> Custom:
+def ask(module: nn.Module, prefix: str) -> Custom:
+    """What `module`, which saves or loads in its own way, gives now."""
     state = module.state_dict(keep_vars=True)
     renames = list(_wrapped_prefixes(module, "", ""))
     keys = {key: key for key in state}
@@ -183,25 +193,32 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """
     paths: dict[int, str] = {}
     for part, module in modules.items():
-        _parameters(module, f"{part.replace('/', '.')}/", paths)
+        for path, parameter in parameters_of(module, f"{part.replace('/', '.')}/"):
+            if paths.setdefault(id(parameter), path) > path:
+                paths[id(parameter)] = path
     return paths
 
 
-def _parameters(module: nn.Module, prefix: str, paths: dict[int, str]) -> None:
+def parameters_of(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Parameter]]:
+    """(prefix + fqn, parameter) for all paths, those of tied parameters too."""
+    found: list[tuple[str, nn.Parameter]] = []
+    _add_parameters(module, prefix, found)
+    return found
+
+
+def _add_parameters(module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]) -> None:
     module = unwrap(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            path = prefix + name
-            if paths.setdefault(id(parameter), path) > path:
-                paths[id(parameter)] = path
+            found.append((prefix + name, parameter))
     for name, child in module._modules.items():
         if child is not None:
-            _parameters(child, f"{prefix}{name}.", paths)
+            _add_parameters(child, f"{prefix}{name}.", found)
 
 
 class ModulePart:
-    """values: "extra" (what is no tensor, by fqn), "frozen" (fqns without requires_grad), "metadata" (of custom ones);
-    each only where there is any.
+    """values: "extra" (what is no tensor, by fqn), "frozen" (fqns without requires_grad), "metadata" (of custom ones),
+    "averages" ([fqn, fingerprints of the functions by attribute] of each AveragedModel); each only where there is any.
     """
 
     kind = "module"
@@ -224,7 +241,7 @@ class ModulePart:
         add = into.tensor
         for fqn, tensor in found.tensors:
             add(prefix + fqn if "." in fqn and "/" not in fqn and "%" not in fqn else prefix + escape(fqn), tensor)
-            if not tensor.requires_grad and isinstance(tensor, nn.Parameter):
+            if not tensor.requires_grad and is_parameter(tensor):
                 frozen.append(fqn)
         for fqn, module in found.extra:
             extra[fqn] = into.encode(module.get_extra_state(), (self.name, fqn))
@@ -242,6 +259,8 @@ class ModulePart:
             values["metadata"] = into.encode(metadata, (self.name, "metadata"))
         if frozen:
             values["frozen"] = frozen
+        if found.averages:
+            values["averages"] = [[fqn, averaging(module)] for fqn, module in found.averages]
         if extra:
             values["extra"] = members(extra)
         into.parts[self.name] = {"kind": self.kind}
@@ -267,6 +286,11 @@ class ModulePart:
         plan_module(self.name, self.module, plan)
 
 
+def is_parameter(tensor: torch.Tensor) -> bool:
+    # isinstance goes through a metaclass of torch's, which shows at tens of thousands of buffers.
+    return type(tensor) is nn.Parameter or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
+
+
 def escaped(fqn: str) -> str:
     # Only a name without a dot can read like an int, which `escape` keeps apart.
     return escape(fqn) if "." not in fqn or "/" in fqn or "%" in fqn else fqn
@@ -277,6 +301,12 @@ def _versions(custom: Custom) -> Any:
     if custom.metadata is None:
         return None
     return {key: dict(value) for key, value in custom.metadata.items()}
+
+
+def averaging(module: Any) -> dict[str, Json]:
+    """Fingerprints of the functions an AveragedModel averages by, by attribute; the decay is in a closure of theirs."""
+    functions = {key: getattr(module, key, None) for key in ("avg_fn", "multi_avg_fn")}
+    return {key: fingerprint(value).to_json() for key, value in functions.items() if callable(value)}
 
 
 def _odd_attributes(tensor: torch.Tensor) -> list[str]:

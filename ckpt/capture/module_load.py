@@ -11,9 +11,12 @@ from torch import nn
 
 from ckpt.capture import composite
 from ckpt.capture.base import Phase, RestorePlan
-from ckpt.capture.containers import load
+from ckpt.capture.checking import compare_loaded, compare_tensor, list_incompatible, loads_freely
+from ckpt.capture.enums import settle_enums
+from ckpt.capture.functions import difference, fingerprint
 from ckpt.capture.layout import match_layout
-from ckpt.capture.module import Custom, Walk, escaped, unwrap, walk
+from ckpt.capture.module import Custom, Walk, ask, averaging, escaped, is_parameter, walk
+from ckpt.capture.objects import load
 from ckpt.capture.rebuild import Rebuild
 from ckpt.format.names import unescape
 from ckpt.format.values import Json, members_of
@@ -36,14 +39,15 @@ def plan_module(name: str, module: nn.Module, plan: RestorePlan) -> None:
         if fqn not in extra:
             plan.missing.append(f"{name}/{fqn}")
             continue
-        _plan_extra(f"{name}/{fqn}", owner.set_extra_state, extra[fqn], plan)
+        node = settle_enums(plan, extra[fqn], owner.get_extra_state, (name, fqn))
+        _plan_extra(f"{name}/{fqn}", owner.set_extra_state, node, plan)
     for custom in found.custom:
         known |= _plan_custom(name, custom, values, plan)
     saved_names = [*plan.saved.names.get(name, ()), *(f"{name}/{fqn}" for fqn in extra)]
     owned = (*(f"{name}/{fqn}/" for fqn, _ in found.extra), *(f"{name}/{c.prefix}" for c in found.custom if c.prefix))
     plan.unexpected.extend(full for full in saved_names if full not in known and not full.startswith(owned))
+    _compare_averages(name, found, values, plan)
     _plan_frozen(name, found, set(values.get("frozen", ())), plan)
-    plan.restored.append(name)
 
 
 def _refuse_unfillable(name: str, module: nn.Module, plan: RestorePlan) -> bool:
@@ -59,6 +63,27 @@ def _refuse_unfillable(name: str, module: nn.Module, plan: RestorePlan) -> bool:
     return found
 
 
+def _compare_averages(name: str, found: Walk, values: Mapping[str, Json], plan: RestorePlan) -> None:
+    """The functions an AveragedModel was given are the script's; one that is not as it was averages otherwise."""
+    rows = values.get("averages")
+    saved = {row[0]: row[1] for row in rows if _is_row(row)} if isinstance(rows, list) else {}
+    for fqn, module in found.averages:
+        then, now = saved.get(fqn), averaging(module)
+        for key in sorted({*then, *now}) if then is not None else ():
+            if key in then and key in now:
+                changed = difference(then[key], fingerprint(getattr(module, key)))
+            else:
+                changed = f"it was {'given' if key in then else 'not given'} then"
+            if changed:
+                what = f"the function {key} of {name}" + (f"/{fqn}" if fqn else "")
+                plan.notes.append(f"{what} is not the one it was at the save: {changed}")
+                plan.changes.append(f"{what} changed")
+
+
+def _is_row(row: Json) -> bool:
+    return isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and isinstance(row[1], dict)
+
+
 def _plan_extra(name: str, setter: Callable[[Any], None], node: Json, plan: RestorePlan) -> None:
     rebuild = Rebuild(plan)
     rebuild.reserve(node)
@@ -71,7 +96,7 @@ def _plan_frozen(name: str, found: Walk, frozen: set[str], plan: RestorePlan) ->
         entries += [(custom.prefix + key, value) for key, value in custom.state.items()]
     changed: list[tuple[str, nn.Parameter]] = []
     for fqn, value in entries:
-        if isinstance(value, nn.Parameter) and value.requires_grad == (fqn in frozen):
+        if isinstance(value, torch.Tensor) and value.requires_grad == (fqn in frozen) and is_parameter(value):
             if plan.saved.info(f"{name}/{escaped(fqn)}") is not None:
                 changed.append((fqn, value))
     if not changed:
@@ -90,7 +115,7 @@ def _plan_frozen(name: str, found: Walk, frozen: set[str], plan: RestorePlan) ->
 def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: RestorePlan) -> set[str]:
     """Plans one load_state_dict call; returns the full names it stands for.
 
-    Keys and shapes are compared here only where the module cannot change them as it loads; else its own load does.
+    Names are compared here only where the module cannot change them as it loads; else its own load does.
     """
     extra = members_of(values.get("extra", {}))
     start = f"{name}/"
@@ -102,12 +127,11 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
         if fqn.startswith(custom.prefix) and not (inner and full.startswith(inner)):
             nodes[full] = {"$tensor": full}
     nodes.update({f"{start}{escaped(fqn)}": node for fqn, node in extra.items() if fqn.startswith(custom.prefix)})
-    if not _loads_freely(custom.module):
+    if not loads_freely(custom.module):
         plan.missing.extend(full for full in live if full not in nodes)
         plan.unexpected.extend(full for full in nodes if full not in live)
-        for full, key in live.items():
-            _compare(full, custom.state[key], plan)
     for full, key in live.items():
+        compare_tensor(plan, full, custom.state[key])
         if isinstance(custom.state[key], torch.Tensor) and not composite.is_composite(custom.state[key]):
             match_layout(plan, full, custom.state[key])
     rebuild = Rebuild(plan)
@@ -119,8 +143,11 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
             if plan.fill(full, value):
                 kept[full] = value
             continue
+        nodes[full] = node = settle_enums(plan, node, lambda value=value: value, (full,))
         rebuild.reserve(node)
     metadata = members_of(values.get("metadata", {})).get(custom.prefix)
+
+    result: list[Any] = []
 
     def put_back() -> None:
         state: OrderedDict[str, Any] = OrderedDict()
@@ -129,33 +156,20 @@ def _plan_custom(name: str, custom: Custom, values: Mapping[str, Json], plan: Re
             state[custom.raw_keys.get(key, key)] = kept[full] if full in kept else rebuild.value(node)
         if metadata is not None:
             state._metadata = rebuild.value(metadata)  # type: ignore[attr-defined]
-        custom.module.load_state_dict(state, strict=plan.strict)
+        result[:] = [custom.module.load_state_dict(state, strict=plan.strict)]
 
     where = f"{name}/{custom.prefix}".rstrip("./")
-    plan.later(Phase.MODULES, lambda: load(where, plan, put_back))
+
+    def put_back_and_compare() -> None:
+        load(where, plan, put_back)
+        again = ask(custom.module, custom.prefix)
+        list_incompatible(
+            plan, result[0], {again.raw_keys[key]: full for full, key in live.items() if key in again.state}
+        )
+        want = {full: rebuild.value(node) for full, node in nodes.items() if full not in kept}
+        got = {f"{start}{escaped(custom.prefix + key)}": value for key, value in again.state.items()}
+        got = {full: value for full, value in got.items() if isinstance(value, torch.Tensor) and full not in kept}
+        compare_loaded(plan, where, want, got, refuse=True, whole=True)
+
+    plan.later(Phase.MODULES, put_back_and_compare)
     return set(live) | set(nodes)
-
-
-def _loads_freely(module: nn.Module) -> bool:
-    """True when a module inside reads its state_dict in its own way, so that names and shapes may rightly differ."""
-    for inner in module.modules():
-        inner = unwrap(inner)
-        kind = type(inner)
-        loads = next(base for base in kind.__mro__ if "_load_from_state_dict" in base.__dict__)
-        own = not loads.__module__.startswith("torch.nn.modules.")
-        if own or inner._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
-            return True
-        if "load_state_dict" in inner.__dict__:
-            return True
-    return False
-
-
-def _compare(full: str, live: Any, plan: RestorePlan) -> None:
-    info = plan.saved.info(full)
-    if info is None or not isinstance(live, nn.Parameter) or composite.is_composite(live):
-        return
-    if tuple(live.shape) != info.shape:
-        plan.shape.append((full, str(list(info.shape)), str(list(live.shape))))
-    live_dtype = str(live.dtype).removeprefix("torch.")
-    if live_dtype != info.dtype:
-        plan.dtype.append((full, info.dtype, live_dtype))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ckpt.capture import groups as g
 from ckpt.capture.base import CollectorLike, Phase, RestorePlan, TensorInfo
 from ckpt.capture.composite import is_flattenable
+from ckpt.capture.enums import settle_enums
 from ckpt.capture.module import escaped
 from ckpt.capture.options import capture_options, kept, plan_options
 from ckpt.capture.placing import Placer, live_tensors
@@ -155,7 +156,6 @@ class OptimizerPart:
                 self._plan_group(plan, placer, restore, (s, stored.groups[s]), (group, live[i]), held)
         node = plan.saved.values[self.name].get("shared", {})
         placer.reserve(node, dict(live_tensors(self._shared(), (self.name, "shared"))))
-        plan.restored.append(self.name)
         restore.shared = lambda: placer.value(node)
         plan.later(Phase.OPTIMIZERS, lambda: self._apply(restore))
 
@@ -167,12 +167,10 @@ class OptimizerPart:
             plan.missing += [f"{self.name}/{escape(n)}" for names in live for n in names if n not in there]
             plan.unexpected += [f"{self.name}/{escape(n)}" for x in stored.groups for n in x.names if n not in now]
             settled += texts
-        gone = [key for key in stored.defaults if key not in self.obj.defaults]
-        if gone:
-            settled.append(
-                f"{self.name}: the saved optimizer had the options {', '.join(map(repr, gone))}, which "
-                f"{type(self.obj).__name__} lacks: it is another kind of optimizer, or torch is older than at the save"
-            )
+        same_torch = plan.saved.environment.get("torch", torch.__version__) == torch.__version__
+        for sentence, is_sure in g.another_kind(stored, self.obj, g.state_keys(plan.saved, self.name)):
+            # A new release of torch may bring an option; which one, nothing here can tell.
+            (settled if is_sure or same_torch else plan.changes).append(f"{self.name}: {sentence}")
         options = {key for group in self.obj.param_groups for key in group}
         unknown = [key for key in plan.override.get(self.name, ()) if key not in options]
         if unknown:
@@ -225,7 +223,9 @@ class OptimizerPart:
         for name, full in names.items():
             self._plan_tensor(plan, placer, full, live.get(name), home.of(name))
         if node:
-            placer.reserve(node, dict(live_tensors(live, (self.name, "state", key))), home.beside)
+            path = (self.name, "state", key)
+            node = settle_enums(plan, node, lambda: live, path)
+            placer.reserve(node, dict(live_tensors(live, path)), home.beside)
 
         def make() -> dict[str, Any]:
             tensors = {name: home.laid_out(placer.filled(full), plan.saved.info(full)) for name, full in names.items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ckpt.capture.base import SavedState
 from ckpt.capture.groups import SavedGroup, direct_tensors, saved_groups
-from ckpt.capture.module import unwrap
+from ckpt.capture.module import parameters_of
 from ckpt.capture.rebuild import decode_with, here
 from ckpt.errors import StateMismatchError
 from ckpt.format.names import escape
@@ -57,20 +57,10 @@ def _by_key(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Every key that `parameter_keys` may give one of the parameters, for all its paths."""
     found: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
-        for fqn, parameter in _paths(module, ""):
+        for fqn, parameter in parameters_of(module):
             found.setdefault(fqn, parameter)
             found[f"{name.replace('/', '.')}.{fqn}"] = parameter
     return found
-
-
-def _paths(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    module = unwrap(module)
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _paths(child, f"{prefix}{name}.")
 
 
 def _live_group(saved: SavedState, group: SavedGroup, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckpt.capture.base import CollectorLike, RestorePlan
+from ckpt.capture.enums import settle_enums
 from ckpt.capture.functions import difference, fingerprint, is_function
 from ckpt.capture.groups import SavedGroup
 from ckpt.capture.placing import Placer, live_tensors
@@ -52,8 +53,10 @@ def plan_options(
     for key in stored.options.keys() - chosen.keys():
         if differs(group[key], stored.options[key]):
             plan.changes.append(f"{key} of group {index} of {part} is the script's")
+    settled: dict[str, Json] = {}
     for key, node in chosen.items():
         live = group.get(key)
+        settled[key] = settle_enums(plan, node, lambda live=live: live, (*path, key))
         placer.reserve(node, dict(live_tensors(live, (*path, key))))
         driven = any(mark in stored.options for mark in _DRIVEN.get(key, ()))
         if key in group and not driven and differs(live, node):
@@ -68,7 +71,7 @@ def plan_options(
             plan.notes.append(
                 f"{part}: {key} of group {index} is not in the checkpoint; the script's {brief(value)} is kept"
             )
-    return lambda: {key: placer.value(node) for key, node in chosen.items()}
+    return lambda: {key: placer.value(node) for key, node in settled.items()}
 
 
 def _compare(plan: RestorePlan, what: str, saved: Mapping[str, Json], value: Callable[..., Any]) -> None:

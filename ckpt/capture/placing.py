@@ -14,7 +14,7 @@ import torch
 
 from ckpt.capture import composite
 from ckpt.capture.base import RestorePlan, Target, TensorInfo
-from ckpt.capture.rebuild import decode_with, here, stored_tensor
+from ckpt.capture.rebuild import decode_with, here, marked, stored_tensor
 from ckpt.capture.tensors import DTYPES, allocate, dense_strides
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.values import Json, spell
@@ -27,7 +27,8 @@ class Placer:
 
     def __init__(self, plan: RestorePlan) -> None:
         self._plan = plan
-        self._placed: dict[str, torch.Tensor] = {}
+        self._live: dict[str, torch.Tensor] = {}
+        self._homes: dict[str, torch.device] = {}
         self._used: set[tuple[torch.device, int]] = set()
         self._kept: dict[str, torch.Tensor] = {}
 
@@ -46,30 +47,35 @@ class Placer:
                 step=saved.step,
             )
         stored = saved.aliases.get(name, name)
-        if stored in self._placed:
-            return self._placed[stored]
-        target = live if isinstance(live, torch.Tensor) and self._fits(live, info, device) else allocate(info, device)
-        if target.numel():
-            self._used.add((target.device, target.data_ptr()))
-        self._placed[stored] = target
-        self._plan.targets.append(Target(stored, target))
+        home = self._homes.setdefault(stored, device)
+
+        def make() -> torch.Tensor:
+            return live if isinstance(live, torch.Tensor) and self._fits(live, info, device) else allocate(info, device)
+
+        target, is_new = self._plan.store.take(stored, home, make)
+        if is_new:
+            if target is live:
+                self._live[stored] = target
+            if target.numel():
+                self._used.add((target.device, target.data_ptr()))
+            self._plan.targets.append(Target(stored, target))
         return target
 
     def _fits(self, live: torch.Tensor, info: TensorInfo, device: torch.device) -> bool:
-        strides = dense_strides(info.shape, info.dim_order)
-        return (
-            type(live) in (torch.Tensor, torch.nn.Parameter)
-            and live.layout == torch.strided
-            and tuple(live.shape) == info.shape
-            and live.dtype is DTYPES.get(info.dtype)
-            and live.device.type == device.type
-            and (device.index is None or live.device.index == device.index)
-            and (live.stride() == strides or _same_order(info.shape, live.stride(), strides))
-            and not live.is_conj()
-            and not live.is_neg()
-            # Two names that share memory now and did not when saved would overwrite each other.
-            and (live.numel() == 0 or (live.device, live.data_ptr()) not in self._used)
-        )
+        if type(live) not in composite.PLAIN or live.layout is not torch.strided:
+            return False
+        if live.shape != info.shape or live.dtype is not DTYPES.get(info.dtype):
+            return False
+        home = live.device
+        if home.type != device.type or (device.index is not None and home.index != device.index):
+            return False
+        if info.shape:
+            strides = dense_strides(info.shape, info.dim_order)
+            if live.stride() != strides and not _same_order(info.shape, live.stride(), strides):
+                return False
+        # Two names that share memory now and did not when saved would overwrite each other.
+        shared = live.numel() > 0 and (home, live.data_ptr()) in self._used
+        return not (shared or live.is_conj() or live.is_neg())
 
     def reserve(self, node: Json, live: Mapping[str, torch.Tensor], where: Where = here) -> Any:
         """Plans every tensor inside `node`; the value is good for comparing only, its tensors have no bytes yet.
@@ -96,7 +102,18 @@ class Placer:
 
     def filled(self, name: str) -> torch.Tensor:
         """The tensor planned as `name`, composites joined. Call it after every tensor has its bytes."""
-        return self._kept[name] if name in self._kept else stored_tensor(self._plan.saved, self._placed, name)
+        if name in self._kept:
+            return self._kept[name]
+        found = stored_tensor(self._plan.saved, self, name)
+        # A tensor of the script that took the bytes in its place stays what it is.
+        return (
+            found
+            if found is self._live.get(self._plan.saved.aliases.get(name, name))
+            else marked(found, self._plan.saved.marks.get(name, ""), name)
+        )
+
+    def __getitem__(self, stored: str) -> torch.Tensor:
+        return self._plan.store.get(stored, self._homes[stored])
 
     def keep(self, name: str, live: torch.Tensor) -> None:
         """`live` stays the tensor of `name`; its components are planned elsewhere."""

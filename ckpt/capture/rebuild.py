@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from ckpt.capture import composite
 from ckpt.capture.base import RestorePlan, SavedState, Target
 from ckpt.capture.tensors import allocate
+from ckpt.errors import CorruptCheckpointError
 from ckpt.format import payloads
 from ckpt.format.values import Json, decode
 
@@ -28,12 +30,12 @@ class PartReference:
 class Rebuild:
     """Makes the values of a plan: first their tensors, which the resume fills, then, with the bytes in, the values.
 
-    Tensors that were one when they were saved are one again.
+    Tensors that were one when they were saved are one again, those of other parts included.
     """
 
     def __init__(self, plan: RestorePlan) -> None:
         self._plan = plan
-        self._made: dict[str, torch.Tensor] = {}
+        self._marked: dict[tuple[int, str], torch.Tensor] = {}
 
     def reserve(self, node: Json) -> None:
         """Allocates every tensor `node` refers to and plans that it is filled; an unknown name is missing."""
@@ -46,10 +48,11 @@ class Rebuild:
         if info is None:
             self._plan.missing.append(name)
             return None
-        if stored not in self._made:
-            self._made[stored] = allocate(info, here(device))
-            self._plan.targets.append(Target(stored, self._made[stored]))
-        return self._made[stored]
+        home = here(device)
+        held, is_new = self._plan.store.take(stored, home, lambda: allocate(info, home))
+        if is_new:
+            self._plan.targets.append(Target(stored, held))
+        return held
 
     def value(self, node: Json) -> Any:
         """The value of a reserved `node`; its tensors hold their bytes once the resume has read them."""
@@ -58,18 +61,46 @@ class Rebuild:
     def _reserved(self, name: str, device: str) -> torch.Tensor:
         head = self._plan.saved.composites.get(name)
         names = [name] if head is None else [f"{name}/{key}" for key in composite.component_names(head)]
-        for each in names:
-            self.tensor(each, device)
-        return torch.empty(0) if head is not None or self._lacks(name) else self._made[self._stored(name)]
+        made = [self.tensor(each, device) for each in names]
+        return torch.empty(0) if head is not None or made[0] is None else made[0]
 
     def _filled(self, name: str, device: str) -> torch.Tensor:
-        return stored_tensor(self._plan.saved, self._made, name)
+        saved, home = self._plan.saved, here(device)
+        found = stored_tensor(saved, _Held(self._plan, home), name)
+        mark = saved.marks.get(name, "")
+        made = marked(found, mark, name)
+        # One tensor under two names stays one object.
+        return made if made is found else self._marked.setdefault((id(found), mark), made)
 
-    def _stored(self, name: str) -> str:
-        return self._plan.saved.aliases.get(name, name)
 
-    def _lacks(self, name: str) -> bool:
-        return self._stored(name) not in self._made
+class _Held:
+    """The tensors of a plan on one device, by stored name."""
+
+    def __init__(self, plan: RestorePlan, device: torch.device) -> None:
+        self._store = plan.store
+        self._device = device
+
+    def __getitem__(self, stored: str) -> torch.Tensor:
+        return self._store.get(stored, self._device)
+
+
+def marked(tensor: torch.Tensor, mark: str, name: str) -> torch.Tensor:
+    """`tensor` as the leaf it was when it was saved as `name`; the same memory."""
+    if mark == "grad":
+        return tensor if tensor.requires_grad else _differentiable(tensor, name).detach().requires_grad_()
+    if mark in ("parameter", "frozen"):
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        trained = mark == "parameter" and _differentiable(tensor, name) is tensor
+        return torch.nn.Parameter(tensor.detach(), requires_grad=trained)
+    # The tensor of a part that is filled in place may be a parameter that a value showed without its gradient.
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _differentiable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    raise CorruptCheckpointError(f"{name!r} is marked as trained and holds integers.", kind="value", tensor=name)
 
 
 def stored_tensor(saved: SavedState, tensors: Any, name: str) -> Any:
@@ -108,6 +139,8 @@ def here(device: str) -> torch.device:
 
 
 def _leaf(tag: str, payload: Json, tensor_of: Callable[[str, str], Any]) -> Any:
+    if tag == "$member" and isinstance(payload, enum.Enum):  # put there by `settle_enums`; no file can hold it
+        return payload
     payloads.check(tag, payload)
     if tag == "$tensor":
         name, device = (payload, "cpu") if isinstance(payload, str) else payload

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch.utils.data import DataLoader, Sampler
 from ckpt.capture import optimizer, scaler, scheduler
 from ckpt.capture.base import Part, Phase
 from ckpt.capture.collector import Collector
-from ckpt.capture.containers import ContainerPart, ObjectPart, is_container
+from ckpt.capture.containers import ContainerPart, is_container
 from ckpt.capture.module import ModulePart, overrides_state_dict, unwrap
+from ckpt.capture.objects import ObjectPart
 from ckpt.capture.rng import GeneratorPart, family
 from ckpt.errors import UnsupportedStateError
 
@@ -81,8 +81,7 @@ def _module(name: str, module: nn.Module) -> Part:
     if overrides_state_dict(type(inner)) or "state_dict" in own or "load_state_dict" in own:
         if not isinstance(inner, torch.jit.ScriptModule):
             # What such a class stores is its own choice (adapters only, another naming): it is asked as it is.
-            give, take = partial(_call, inner, "state_dict"), partial(_call, inner, "load_state_dict")
-            return ObjectPart(name, give, take, Phase.MODULES)
+            return ObjectPart(name, inner, ("state_dict", "load_state_dict"), Phase.MODULES)
     return ModulePart(name, module)
 
 
@@ -93,13 +92,8 @@ def _has(obj: Any, method: str) -> bool:
 def _pair(name: str, obj: Any) -> Part | None:
     for give, take in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if _has(obj, give) and _has(obj, take):
-            # The methods are looked up at each call: a wrapper may put its own in their place after registration.
-            return ObjectPart(name, partial(_call, obj, give), partial(_call, obj, take), _phase(obj))
+            return ObjectPart(name, obj, (give, take), _phase(obj))
     return None
-
-
-def _call(obj: Any, method: str, *arguments: Any) -> Any:
-    return getattr(obj, method)(*arguments)
 
 
 def _phase(obj: Any) -> Phase:

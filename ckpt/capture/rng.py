@@ -220,7 +220,6 @@ class GeneratorPart:
         apply = _checked(self.name, plan, lambda: _take(self._family, self._live, _plain(node)))
         if apply is not None:
             plan.later(Phase.RNG, apply)
-            plan.restored.append(self.name)
 
 
 def family(generator: Any) -> str | None:

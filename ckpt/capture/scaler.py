@@ -94,7 +94,6 @@ class ScalerPart:
             plan.problems.append(f"{self.name}: the checkpoint holds no scaler under this name")
             return
         saved = Placer(plan).reserve(node, {})
-        plan.restored.append(self.name)
         self._check(plan, saved)
         enabled = self.obj.is_enabled()
         if bool(saved) != enabled:

@@ -99,7 +99,6 @@ class SchedulerPart:
         self._compare_settings(plan, self.obj, node, live, keep, (self.name,))
         changed = self._compare_functions(plan, functions)
         plan.changes += [f"{key} of {self.name} is the script's" for key in sorted(keep) if _sets(live, node, key)]
-        plan.restored.append(self.name)
         placer = Placer(plan)
         placer.reserve(node, dict(live_tensors(live, (self.name,))))
 

@@ -15,9 +15,11 @@ from ckpt.capture.containers import ContainerPart
 from ckpt.capture.layout import settle_targets
 from ckpt.capture.module import parameter_names
 from ckpt.capture.recognise import Directory, make_part
-from ckpt.capture.rng import capture_rng, plan_rng
+from ckpt.capture.rng import COMPONENTS, capture_rng, plan_rng
 from ckpt.format.names import RESERVED_PARTS, is_part_name
 from ckpt.format.values import Json
+
+_KEEPS_OPTIONS = ("optimizer", "scheduler", "scaler")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ class Registry:
         self.parts[name] = make_part(name, obj, self._directory)
         self.objects[name] = obj
 
+    def all_parts(self) -> dict[str, Part]:
+        """The parts of the registered objects, those inside containers too, by full name."""
+        found = dict(self.parts)
+        for part in self.parts.values():
+            if isinstance(part, ContainerPart):
+                found.update(part.parts())
+        return found
+
     def all_objects(self) -> dict[str, Any]:
         """The registered objects, those inside containers too, by full name."""
         found = dict(self.objects)
@@ -102,6 +112,8 @@ def capture(registry: Registry) -> Snapshot:
     into.values["rng"] = capture_rng()
     for name, head in into.composites.items():
         into.parts[name.split("/", 1)[0]].setdefault("composites", {})[name] = head
+    for name, mark in into.marks.items():
+        into.parts[name.split("/", 1)[0]].setdefault("marks", {})[name] = mark
     return Snapshot(into.tensors, into.dim_orders, into.aliases, into.parts, into.values)
 
 
@@ -117,7 +129,8 @@ def plan_restore(
     called: it raises what was found. Raises CorruptCheckpointError at once for values no save can have written.
     """
     plan = RestorePlan(saved, strict, override or {})
-    _check_override(registry, plan)
+    parts = registry.all_parts()
+    _check_override(parts, plan)
     top = {name for name in saved.parts if "/" not in name}
     plan.missing.extend(name for name in registry.parts if name not in top)
     plan.unexpected.extend(name for name in saved.parts if name in top and name not in registry.parts)
@@ -132,10 +145,19 @@ def plan_restore(
     return plan
 
 
-def _check_override(registry: Registry, plan: RestorePlan) -> None:
-    for name in plan.override:
-        if name != "rng" and name not in registry.parts:
+def _check_override(parts: Mapping[str, Part], plan: RestorePlan) -> None:
+    for name, keys in plan.override.items():
+        if name == "rng":
+            unknown = [key for key in keys if key not in COMPONENTS]
+            if unknown:
+                plan.problems.append(f"rng: override names {', '.join(map(repr, unknown))}, which is no component")
+        elif name not in parts:
             raise ValueError(f"override names {name!r}, which is not registered")
+        elif keys and parts[name].kind not in _KEEPS_OPTIONS:
+            plan.problems.append(
+                f"{name}: override keeps options of optimizers, schedulers and scalers, and {name!r} is registered as "
+                f"{parts[name].kind!r}, which comes back as a whole"
+            )
 
 
 def _same_kind(part: Part, plan: RestorePlan) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.capture.base import Phase, RestorePlan, SavedState, Target, TensorInfo
-from ckpt.capture.containers import ObjectPart, load
+from ckpt.capture.checking import compare_given
 from ckpt.capture.layout import settle_targets
-from ckpt.capture.module import ModulePart, escaped, walk
+from ckpt.capture.module import ModulePart, escaped, is_average, unwrap, walk
+from ckpt.capture.objects import ObjectPart
+from ckpt.capture.rebuild import Rebuild
 from ckpt.capture.recognise import make_part
 from ckpt.capture.tensors import allocate
 from ckpt.commit.landing import bitwise_copy, land
@@ -101,7 +104,7 @@ def _candidates(path: Any, request: int | str) -> tuple[Storage, tuple[StepFolde
         return found.storage, (folder,), (), False
     choice = choose(Scanner(place.storage).scan(), request, Options(), place.storage.url)
     assert choice is not None, '"latest" and a number give a step or raise'
-    return place.storage, choice.candidates, choice.skipped, choice.fallback
+    return place.storage, choice.steps, choice.skipped, choice.fallback
 
 
 def _load(
@@ -114,21 +117,28 @@ def _load(
     progress: Progress | None,
 ) -> WeightsReport:
     stored = rank_view(open_stored(storage, folder))
-    plan = _planned(saved_state(stored), model, name, strict)
-    casts = _take_casts(plan, model, name)
+    saved = saved_state(stored)
+    into = _inside_average(saved, model, name)
+    plan = _planned(saved, into, name, strict)
+    casts = _take_casts(plan, into, name)
     plan.check()
-    _fill(stored, plan, casts, progress)
-    cast = tuple(casts.listed)
+    _fill(stored, plan, casts, into, progress)
     filled = {target.name for target in plan.targets} | {stored_name for stored_name, _, _ in casts.tensors}
     aliases = plan.saved.aliases
     fqns = [full for full in _names(plan.saved, name) if aliases.get(full, full) in filled]
+    # Names are the model's own, also where it was averaged when it was saved.
+    inner = "" if into is model else "module."
+
+    def own(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(fqn.removeprefix(inner) for fqn in _short(name, names) if fqn.startswith(inner))
+
     return WeightsReport(
         step=stored.manifest.step,
         path=path_of(storage, folder.name),
-        loaded=_short(name, fqns),
-        missing=_short(name, plan.missing),
-        unexpected=_short(name, plan.unexpected),
-        cast=cast,
+        loaded=own(fqns),
+        missing=own(plan.missing),
+        unexpected=own(plan.unexpected),
+        cast=tuple((fqn.removeprefix(inner), then, now) for fqn, then, now in casts.listed),
         skipped=skipped,
     )
 
@@ -139,6 +149,21 @@ def _names(saved: SavedState, name: str) -> list[str]:
 
 def _short(name: str, full_names: Any) -> tuple[str, ...]:
     return tuple(str(unescape(full.removeprefix(f"{name}/"))) for full in full_names)
+
+
+def _inside_average(saved: SavedState, model: nn.Module, name: str) -> nn.Module:
+    """`model`, or in the place it had inside an AveragedModel when that is what was saved as `name`."""
+    import torch
+    from torch import nn
+
+    values = saved.values.get(name)
+    averages = values.get("averages") if isinstance(values, dict) else None
+    if not averages or averages[0][0] != "" or is_average(unwrap(model)):
+        return model
+    place = nn.Module()
+    place.register_buffer("n_averaged", torch.zeros((), dtype=torch.long))
+    place.module = model
+    return place
 
 
 def _planned(saved: SavedState, model: nn.Module, name: str, strict: bool) -> RestorePlan:
@@ -157,32 +182,34 @@ def _planned(saved: SavedState, model: nn.Module, name: str, strict: bool) -> Re
         )
     part = make_part(name, model)
     if isinstance(part, ObjectPart) and kind == "module":
-        return _offered(saved, model, name, strict)
+        return _offered(saved, part, strict)
     if isinstance(part, ModulePart):
         # Whether parameters are trained is the script's choice here, so that the flags are "saved" as they are.
         frozen = [fqn for fqn, tensor in walk(model).tensors if not tensor.requires_grad]
         values = dict(saved.values.get(name) or {}) if kind == "module" else {}
         parts = {**saved.parts, name: {**saved.parts[name], "kind": "module"}}
         saved = replace(saved, parts=parts, values={**saved.values, name: {**values, "frozen": frozen}})
-    plan = RestorePlan(saved, strict)
+    plan = RestorePlan(saved, strict, casting=True)
     part.plan(plan)
     settle_targets(plan)
     return plan
 
 
-def _offered(saved: SavedState, model: nn.Module, name: str, strict: bool) -> RestorePlan:
+def _offered(saved: SavedState, part: ObjectPart, strict: bool) -> RestorePlan:
     """A model with a `load_state_dict` of its own takes a plain model's weights its own way, or refuses them."""
-    plan = RestorePlan(saved, strict)
-    fresh = {full: allocate(info) for full, info in saved.tensors.items() if full.startswith(f"{name}/")}
-    plan.targets = [Target(full, tensor) for full, tensor in fresh.items()]
-    start = len(name) + 1
+    plan = RestorePlan(saved, strict, casting=True)
+    compare_given(plan, part.name, part.obj, part.give())
+    rebuild = Rebuild(plan)
+    names = _names(saved, part.name)
+    for full in names:
+        rebuild.reserve({"$tensor": full})
 
-    def put() -> None:
-        names = [full for full in _names(saved, name) if saved.aliases.get(full, full) in fresh]
-        state = OrderedDict((str(unescape(full[start:])), fresh[saved.aliases.get(full, full)]) for full in names)
-        model.load_state_dict(state)
+    def state() -> OrderedDict[str, Any]:
+        return OrderedDict(
+            (str(unescape(full[len(part.name) + 1 :])), rebuild.value({"$tensor": full})) for full in names
+        )
 
-    plan.later(Phase.MODULES, lambda: load(name, plan, put))
+    plan.later(Phase.MODULES, lambda: part.put(plan, state()))
     return plan
 
 
@@ -212,7 +239,7 @@ def _take_casts(plan: RestorePlan, model: nn.Module, name: str) -> _Casts:
     return casts
 
 
-def _fill(stored: Stored, plan: RestorePlan, casts: _Casts, progress: Progress | None) -> None:
+def _fill(stored: Stored, plan: RestorePlan, casts: _Casts, model: nn.Module, progress: Progress | None) -> None:
     """Everything is read and checked first; only then the model's memory changes."""
     import torch
 
@@ -229,9 +256,24 @@ def _fill(stored: Stored, plan: RestorePlan, casts: _Casts, progress: Progress |
     # Sound is a word about the whole step: the newest step whose every byte is right is the one that is taken.
     check_all(stored, counted(progress, stored.manifest.bytes))
     land(stored, fresh)
-    with torch.no_grad():
-        for live, host, cast in copies:
-            live.copy_(host) if cast else bitwise_copy(live, host)
-    if copies:
-        torch.autograd.graph.increment_version([live for live, _, _ in copies])
-    plan.apply({Phase.MODULES})
+    kept = _kept(model) if plan.actions else []
+    try:
+        with torch.no_grad():
+            for live, host, cast in copies:
+                live.copy_(host) if cast else bitwise_copy(live, host)
+        if copies:
+            torch.autograd.graph.increment_version([live for live, _, _ in copies])
+        plan.apply({Phase.MODULES})
+    except BaseException:
+        with torch.no_grad():
+            for live, before in kept:
+                bitwise_copy(live, before)
+        raise
+
+
+def _kept(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of a model that loads in its own way, with their values: only its load tells if it takes others."""
+    import torch
+
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(live, live.detach().clone()) for live in tensors if live.layout is torch.strided and not live.is_meta]

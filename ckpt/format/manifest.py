@@ -255,4 +255,6 @@ def _parts(top: Fields) -> dict[str, dict[str, Json]]:
         part.get("kind", str)
         for composite in part.get("composites", dict).values() if "composites" in part.value else ():
             Fields(composite, what=part.what, kind="manifest", path=top.path).get("kind", str)
+        if any(type(mark) is not str for mark in (part.get("marks", dict) if "marks" in part.value else {}).values()):
+            raise part.error("a mark is no text")
     return parts
