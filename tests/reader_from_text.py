@@ -211,16 +211,19 @@ def line(root: str) -> dict[int, str]:
         return {}
     run = max(steps.values(), key=lambda m: (m["incarnation"], m["step"]))["run"]
     mine = {folder: m for folder, m in steps.items() if m["run"] == run}
-    starts: dict[int, int] = {}
-    for m in mine.values():
-        start = m["parent"]["step"] if m["parent"] else -1
-        starts[m["incarnation"]] = max(start, starts.get(m["incarnation"], start))
     on: dict[int, str] = {}
-    for folder, m in sorted(mine.items(), key=lambda item: (item[1]["incarnation"], item[0])):
-        later = [start for incarnation, start in starts.items() if incarnation > m["incarnation"]]
-        if m["step"] <= min(later, default=m["step"]):
-            on[m["step"]] = folder
-    return on
+    saves = [(m["incarnation"], m["step"]) for m in mine.values()]
+    at, most = max(saves)
+    while True:
+        saved = {folder: m for folder, m in mine.items() if m["incarnation"] == at}
+        on = {m["step"]: folder for folder, m in sorted(saved.items()) if m["step"] <= most} | on
+        starts = [(m["parent"]["step"], m["parent"]["incarnation"]) for m in saved.values() if m["parent"]]
+        if not starts:
+            return on
+        most, parent = min(most, max(starts)[0]), max(starts)[1]
+        if parent >= at or parent not in dict(saves):
+            parent = max((i for i, step in saves if step <= most and i < min(parent, at)), default=-1)
+        at = parent
 
 
 def pins(root: str) -> set[int]:
@@ -268,7 +271,6 @@ def check_files(index: dict[str, Any], contents: dict[str, bytes]) -> None:
         check(blocks == file["blocks"], "digest", "a block")
         header = data[: file["header_bytes"]]
         check(digest(header) == file["header_xxh3_128"], "header", "its digest")
-        position = 0
         (length,) = struct.unpack("<Q", header[:8])
         check(8 + length == len(header) and length <= 100_000_000, "header", "its length")
         position = 0

@@ -12,7 +12,7 @@ from manager_support import make_manifest, parent_of, plant, resumed, scan, writ
 
 from ckpt.commit.line import Line, best_of, line_of, next_incarnation
 from ckpt.commit.roster import Roster, StepFolder
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Manifest, Parent
 
 pytestmark = pytest.mark.full
 
@@ -81,43 +81,81 @@ def test_of_two_folders_of_one_step_the_newer_incarnation_is_the_lines() -> None
     assert on(line_of(roster(a, b))) == [(100, 2)] and off(line_of(roster(a, b))) == [(100, 1)]
 
 
+def test_a_run_that_goes_back_to_an_abandoned_step_has_that_steps_past_and_not_the_other_branchs() -> None:
+    a = [make_manifest(step=s, incarnation=1) for s in (100, 200, 300)]
+    b = make_manifest(step=150, incarnation=2, parent=parent_of(a[0]))
+    c = make_manifest(step=350, incarnation=3, parent=parent_of(a[2]))
+    line = line_of(roster(*a, b, c))
+    assert on(line) == [(100, 1), (200, 1), (300, 1), (350, 3)] and off(line) == [(150, 2)]
+
+
+def test_where_nothing_of_a_parents_incarnation_is_left_the_newest_older_one_stands_in() -> None:
+    a = [make_manifest(step=s, incarnation=1) for s in (100, 900)]
+    gone = make_manifest(step=400, incarnation=2, parent=parent_of(a[0]))
+    c = make_manifest(step=500, incarnation=3, parent=parent_of(gone))
+    assert on(line_of(roster(*a, c))) == [(100, 1), (500, 3)] and off(line_of(roster(*a, c))) == [(900, 1)]
+    assert on(line_of(roster(a[1], c))) == [(500, 3)]
+
+
+def test_a_parent_that_lies_in_another_root_ends_the_walk() -> None:
+    elsewhere = make_manifest(step=30, incarnation=7, run="c" * 32)
+    a = [make_manifest(step=s, incarnation=1, parent=parent_of(elsewhere)) for s in (31, 32)]
+    assert on(line_of(roster(*a))) == [(31, 1), (32, 1)]
+
+
 @dataclass
 class Model:
-    """What the processes did: `history` is the line as the last of them knows it."""
+    """What the processes did. `past`: of each save, the steps it descends from and itself; `history`: that of the save
+    made last in the newest incarnation."""
 
     incarnation: int = 0
     history: list[tuple[int, int]] = field(default_factory=list)  # (step, incarnation)
     records: dict[tuple[int, int], Manifest] = field(default_factory=dict)
+    past: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
 
-    def run(self, back: int, gaps: list[int], late: bool) -> None:
-        """A process resumes `back` steps before the newest and saves; a late orphan of the one before may follow."""
+    def run(self, back: int, gaps: list[int], late: bool, astray: int) -> None:
+        """A process resumes `back` steps before the newest, or (`astray`) any step there is, and saves; a late orphan
+        of the one before may follow."""
         kept = self.history[: max(0, len(self.history) - back)]
+        if astray and self.records:
+            kept = self.past[sorted(self.records)[astray % len(self.records)]]
         parent = parent_of(self.records[kept[-1]]) if kept else None
         orphan = (self.history[-1][0] + 7, self.incarnation) if late and self.history else None
+        before = list(self.history)
         self.incarnation += 1
-        step = kept[-1][0] if kept else -1
+        self.history = list(kept)
         for gap in gaps:
-            step += gap
-            key = (step, self.incarnation)
-            self.records[key] = make_manifest(step=step, incarnation=self.incarnation, parent=parent)
-            kept.append(key)
-        self.history = kept
+            self.save((self.history[-1][0] if self.history else -1) + gap, self.incarnation, parent)
         if orphan is not None and orphan not in self.records:
-            before = next(r for k, r in self.records.items() if k[1] == orphan[1])
-            self.records[orphan] = make_manifest(step=orphan[0], incarnation=orphan[1], parent=before.parent)
+            record = next(r for k, r in self.records.items() if k[1] == orphan[1])
+            self.records[orphan] = make_manifest(step=orphan[0], incarnation=orphan[1], parent=record.parent)
+            self.past[orphan] = [*before, orphan]
+
+    def save(self, step: int, incarnation: int, parent: Parent | None) -> None:
+        key = (step, incarnation)
+        self.records[key] = make_manifest(step=step, incarnation=incarnation, parent=parent)
+        self.history.append(key)
+        self.past[key] = list(self.history)
 
 
-@settings(max_examples=300)
+@settings(max_examples=400)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 4), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans()), max_size=7
+        st.tuples(
+            st.integers(0, 4),
+            st.lists(st.integers(1, 9), min_size=1, max_size=5),
+            st.booleans(),
+            st.just(0) | st.integers(1, 99),
+        ),
+        max_size=7,
     )
 )
-def test_the_line_is_what_the_processes_did(runs: list[tuple[int, list[int], bool]]) -> None:
-    """Any number of resumes, rollbacks and late orphans: the manifests alone tell the line."""
+def test_the_line_is_what_the_processes_did(runs: list[tuple[int, list[int], bool, int]]) -> None:
+    """Any number of resumes, rollbacks, returns to abandoned steps and late orphans: the manifests alone tell the
+    line."""
     model = Model()
-    for back, gaps, late in runs:
-        model.run(back, gaps, late)
+    for back, gaps, late, astray in runs:
+        model.run(back, gaps, late, astray)
     line = line_of(roster(*model.records.values()))
     assert on(line) == model.history
     assert sorted([*on(line), *off(line)]) == sorted(model.records)

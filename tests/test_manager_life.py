@@ -22,7 +22,7 @@ from manager_support import (
 )  # fmt: skip
 
 from ckpt import CheckpointManager, StateDict, points
-from ckpt.errors import ClosedError, DeadlineError, StorageUnavailableError
+from ckpt.errors import CheckpointError, ClosedError, DeadlineError, LockedError, StorageUnavailableError
 
 pytestmark = pytest.mark.full
 
@@ -135,15 +135,33 @@ def test_close_with_a_hung_writer_ends_at_its_deadline_and_what_comes_late_is_ha
         gate.wait()
         began = time.monotonic()
         error = failure(lambda: made.close(timeout=0.1), DeadlineError)
-        assert time.monotonic() - began < 5 and error.step == 2 and "abandoned" in str(error)
-        assert [r.levelname for r in caplog.records if "step 2 is abandoned" in r.getMessage()] == ["ERROR"]
+        assert time.monotonic() - began < 5 and error.step == 2 and "not finished within 0.1 s" in str(error)
+        assert [r.getMessage() for r in caplog.records if "within" in r.getMessage()] == [], "it is raised, not logged"
         other = manager(tmp_path, Tiny(3), async_save=False)
-        assert other.resume() == 1, "the lock is free"
-        other.save(3)
+        failure(other.resume, LockedError)
         gate.open.set()
         made._writer.idle(30)
-    assert other.steps() == (1, 3) and debris(tmp_path) == []
+    other = manager(tmp_path, Tiny(3), async_save=False, lock_timeout=30)
+    assert other.resume() == 2, "what came late is the run's newest step, and nobody wrote beside it"
+    other.save(3)
+    assert other.steps() == (1, 2, 3) and debris(tmp_path) == []
     other.close()
+
+
+def test_a_save_that_fails_after_its_manager_was_closed_is_told_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I9: nobody is left to be raised at."""
+    with faults() as fault, Gate("write.half") as gate:
+        made = manager(tmp_path)
+        made.save(2)
+        gate.wait()
+        failure(lambda: made.close(timeout=0), DeadlineError)
+        fault.arm("publish")
+        gate.open.set()
+        with manager(tmp_path, lock_timeout=30) as other:
+            assert other.resume() == 0
+    assert [r.levelname for r in caplog.records if "nobody asked" in r.getMessage()] == ["ERROR"]
 
 
 # with

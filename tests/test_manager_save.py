@@ -245,7 +245,7 @@ def test_a_save_from_inside_a_save_is_refused_and_the_outer_one_is_whole(tmp_pat
     made = CheckpointManager(tmp_path, {**tiny.state, "meddler": Meddler()})
     made.save(1)
     made.close()
-    assert len(caught) == 4 and all("taking the state" in str(error) for error in caught)
+    assert len(caught) == 4 and all("from within a save" in str(error) for error in caught)
     assert made.steps() == (1,)
 
 

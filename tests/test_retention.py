@@ -69,9 +69,12 @@ def test_what_stays_is_the_union_of_all_reasons_and_none_counts_against_another(
     some = st.sets(st.sampled_from(listed)) if listed else st.just(set())
     pinned, protected, damaged = data.draw(some), data.draw(some), data.draw(some)
     policy = Policy(keep_last, keep_every, keep_best, "m", mode)
+    own = line(steps)
+    keys = {folder.step: folder.key for folder in own.steps}
+    unknown = {step for step in damaged if step % 2}
     choice = choose(
-        line(steps), policy, {step: Pin(step, "") for step in pinned},
-        damaged=names_of(sorted(damaged)), protected=names_of(sorted(protected)),
+        own, policy, {step: Pin(step, "") for step in pinned}, damaged=[keys[step] for step in damaged - unknown],
+        unknown=[keys[step] for step in unknown], protected=[keys[step] for step in protected],
     )  # fmt: skip
     good = [step for step in listed if step not in damaged]
     last = set(good if keep_last is None else good[-keep_last:])

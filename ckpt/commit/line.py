@@ -1,16 +1,16 @@
 """The line of a run: which committed steps lie on the history that goes on, and which were abandoned.
 
 Every resume starts a new incarnation, a number that only grows, and each manifest names its own and the save it came
-from. Once incarnation j has committed, steps of older incarnations above j's start are off the line. Pure functions.
+from. The line is what the newest commit descends from. Pure functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.commit.roster import Roster, StepFolder
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Manifest, Parent
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,57 @@ def line_of(roster: Roster, run: str | None = None) -> Line:
 
 
 def _split(mine: Sequence[StepFolder]) -> tuple[list[StepFolder], list[StepFolder]]:
-    starts: dict[int, int] = {}
+    if not mine:
+        return [], []
+    on = descent(mine, max(mine, key=_rank))
+    there = {id(folder) for folder in on}
+    return on, sorted((folder for folder in mine if id(folder) not in there), key=_rank)
+
+
+def descent(mine: Sequence[StepFolder], last: StepFolder) -> list[StepFolder]:
+    """The steps that `last` descends from and `last` itself, by step number; `mine` are the committed steps of its run.
+
+    From each incarnation those up to where the next one began, following parents: what an incarnation saved after that,
+    and incarnations that none of these resumed from, were abandoned. Where nothing of a parent's incarnation is left,
+    the newest older one that has such a step stands in for it.
+    """
+    members: dict[int, list[StepFolder]] = {}
+    parents: dict[int, Parent | None] = {}
     for folder in mine:
         record = manifest(folder)
-        # An incarnation that resumed from nothing starts before step 0: nothing older is on its line.
-        start = -1 if record.parent is None else record.parent.step
-        starts[record.incarnation] = max(start, starts.get(record.incarnation, start))
-    on: list[StepFolder] = []
-    off: list[StepFolder] = []
-    for folder in sorted(mine, key=lambda folder: manifest(folder).order):
-        incarnation, step = manifest(folder).order
-        ceiling = min((start for other, start in starts.items() if other > incarnation), default=step)
-        (on if step <= ceiling else off).append(folder)
-    # Two folders of one step can only be copies that were resumed apart: the newer incarnation is the line's.
-    by_step = {folder.step: folder for folder in on}
-    off += [folder for folder in on if by_step[folder.step] is not folder]
-    return sorted(by_step.values(), key=lambda folder: folder.step), off
+        members.setdefault(record.incarnation, []).append(folder)
+        parents[record.incarnation] = max(record.parent, parents.get(record.incarnation), key=_start)
+    incarnation: int | None
+    incarnation, ceiling = manifest(last).order
+    by_step: dict[int, StepFolder] = {}
+    while incarnation is not None:
+        for folder in sorted(members[incarnation], key=_rank, reverse=True):
+            # Two folders of one step can only be copies that were resumed apart: the newer incarnation is the line's.
+            if folder.step <= ceiling:
+                by_step.setdefault(folder.step, folder)
+        parent = parents[incarnation]
+        if parent is None:
+            break  # it resumed from nothing: nothing older is its past
+        ceiling = min(ceiling, parent.step)
+        incarnation = _past(members, incarnation, parent.incarnation, ceiling)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _past(members: Mapping[int, Sequence[StepFolder]], child: int, parent: int, ceiling: int) -> int | None:
+    """Incarnation `parent` if any of it is left, else the newest one below with a step up to `ceiling`."""
+    if parent < child and parent in members:
+        return parent
+    below = min(parent, child)
+    older = (i for i, held in members.items() if i < below and any(folder.step <= ceiling for folder in held))
+    return max(older, default=None)
+
+
+def _start(parent: Parent | None) -> tuple[int, int]:
+    return (-1, -1) if parent is None else (parent.step, parent.incarnation)
+
+
+def _rank(folder: StepFolder) -> tuple[int, int, str]:
+    return (*manifest(folder).order, folder.name)
 
 
 def check_newest(roster: Roster, newest: StepFolder | None) -> None:

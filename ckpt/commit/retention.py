@@ -43,17 +43,23 @@ def choose(
     pins: Mapping[int, Pin],
     *,
     damaged: Collection[str] = (),
+    unknown: Collection[str] = (),
     protected: Collection[str] = (),
 ) -> Choice:
     """The union of all reasons to keep; none counts against another (I5). A folder that bears another name than a save
     gives it was named by a person, and stays.
 
-    damaged: names of steps known to be damaged, which count for nothing but stay themselves until `keep_last` newer
-    ones exist; protected: names that stay whatever the policy says (just committed, resumed from). Steps of other runs
-    are in no list: retention never touches them. A step whose files another one takes from it stays as long as that
+    All three are keys of steps. damaged, unknown: those known to be damaged, or whose commit could not be confirmed:
+    they count for nothing but stay themselves until `keep_last` newer ones exist. protected: those that stay whatever
+    the policy says (just committed, resumed from). Steps of other runs are in no list: retention never touches them. A
+    step whose files another one takes from it stays as long as that
     one is there, whether that one is to go or not: were it removed first, a kill would leave the other one damaged.
     """
-    good = [folder for folder in line.steps if folder.name not in damaged]
+    doubted = {
+        **dict.fromkeys(unknown, "not known to be durable"),
+        **dict.fromkeys(damaged, "damaged, kept for a look"),
+    }
+    good = [folder for folder in line.steps if folder.key not in doubted]
     reasons: dict[str, list[str]] = {}
 
     def keep(folder: StepFolder, why: str) -> None:
@@ -65,18 +71,18 @@ def choose(
     if policy.keep_best and policy.monitor is not None:
         for folder in best_of(good, policy.monitor, policy.mode)[: policy.keep_best]:
             keep(folder, "best")
-    newest = good[-count].step if count and len(good) >= count else None
+    floor = good[-count].step if count and len(good) >= count else None
     for folder in line.steps:
-        if policy.keep_every and folder.step % policy.keep_every == 0 and folder.name not in damaged:
+        if policy.keep_every and folder.step % policy.keep_every == 0 and folder.key not in doubted:
             keep(folder, "every")
         if folder.step in pins:
             keep(folder, "pinned")
-        if folder.name in protected:
+        if folder.key in protected:
             keep(folder, "in use")
         if _by_hand(folder):
             keep(folder, "renamed")
-        if folder.name in damaged and (policy.keep_last is None or newest is None or folder.step >= newest):
-            keep(folder, "damaged, kept for a look")
+        if folder.key in doubted and (policy.keep_last is None or floor is None or folder.step >= floor):
+            keep(folder, doubted[folder.key])
     remove = [folder for folder in line.steps if folder.name not in reasons]
     for folder in line.off:
         # Abandoned steps are the way back from a mistaken rollback until the new line stands on its own feet. Counted
@@ -161,20 +167,17 @@ def remove_step(storage: Storage, folder: str, *, spare: Collection[str] = ()) -
     points.reach("remove.done")
 
 
-def retire(
-    storage: Storage, choice: Choice, reread: Callable[[], Mapping[int, Pin]], *, spare: Collection[str] = ()
-) -> list[str]:
+def retire(storage: Storage, choice: Choice, reread: Callable[[], Mapping[int, Pin]]) -> list[str]:
     """Removes what `choice` lets go; a failure is a warning, tried again after the next save. Returns the names gone.
 
-    reread: the pins as they are now; they can be set beside a live run, so they are read again just before removing.
+    reread: the pins as they are now; they can be set beside a live run, so they are read again before each removal.
     """
     gone: list[str] = []
     if not choice.remove:
         return gone
     points.reach("retention.begin")
-    pins = reread()
     for folder in choice.remove:
-        if folder.step in pins or folder.name in spare:
+        if folder.step in reread():
             continue
         try:
             remove_step(storage, folder.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedFormatError
 from ckpt.format import names
@@ -38,6 +38,11 @@ class StepFolder:
             return self.manifest.step
         return names.parse_step_name(self.name) or 0
 
+    @property
+    def key(self) -> str:
+        """Which checkpoint it is: a name is used again once the step under it was abandoned or found damaged."""
+        return self.manifest.save if self.manifest is not None else self.name
+
 
 @dataclass(frozen=True)
 class Pin:
@@ -66,6 +71,14 @@ class Roster:
     def broken(self) -> tuple[StepFolder, ...]:
         """What is damaged in earnest."""
         return tuple(folder for folder in self.damaged if folder.unsupported is None)
+
+    def with_step(self, folder: StepFolder) -> Roster:
+        """The root once `folder` was committed, in the place of whatever had its name."""
+        return replace(
+            self,
+            steps=tuple(sorted((*(f for f in self.steps if f.name != folder.name), folder), key=_by_order)),
+            damaged=tuple(f for f in self.damaged if f.name != folder.name),
+        )
 
     def manifest_of(self, name: str) -> Manifest | None:
         return next((folder.manifest for folder in self.steps if folder.name == name), None)
@@ -205,14 +218,27 @@ def looks_ours(storage: Storage, folder: str) -> bool:
 def set_pin(storage: Storage, step: int, note: str) -> None:
     """Pins a committed step, durably; a second call replaces the note. Takes no lock.
 
-    Raises NotCommittedError for a step that is not committed, ValueError for a note of more than 1 KiB.
+    Raises NotCommittedError for a step that is not committed, or was removed meanwhile, ValueError for a note of more
+    than 1 KiB.
     """
     if len(note.encode("utf-8", "surrogatepass")) > 1024:
         raise ValueError("a pin's note holds at most 1 KiB")
-    if not any(folder.step == step for folder in Scanner(storage).scan().steps):
-        raise NotCommittedError(f"Step {step} is not committed in {storage.url}.", step=step, path=storage.url)
+    scanner = Scanner(storage, tables=False)
+    _check_committed(scanner, step)
     data = json.dumps({"step": step, "note": note}).encode("ascii")
     storage.replace(f"{names.PINS}/{names.step_name(step)}.json", data)
+    try:
+        # Retention that looked for pins before this one was there may have taken the step away.
+        _check_committed(scanner, step)
+    except NotCommittedError:
+        remove_pin(storage, step)
+        raise
+
+
+def _check_committed(scanner: Scanner, step: int) -> None:
+    if not any(folder.step == step for folder in scanner.scan().steps):
+        url = scanner.storage.url
+        raise NotCommittedError(f"Step {step} is not committed in {url}.", step=step, path=url)
 
 
 def remove_pin(storage: Storage, step: int) -> None:

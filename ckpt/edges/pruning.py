@@ -79,7 +79,7 @@ def prune(root: Any, keep_last: int, *, dry_run: bool = False) -> PruneReport:
     try:
         roster = _scanned(storage)
         choice = _chosen(roster, keep_last)
-        gone = retention.retire(storage, choice, lambda: Scanner(storage, tables=False).scan().pins)
+        gone = retention.retire(storage, choice, Scanner(storage, tables=False).pins)
         return _report(storage, roster, choice, gone, tuple(retention.sweep(storage, roster.debris)))
     finally:
         lock.release()
@@ -94,7 +94,7 @@ def _scanned(storage: Storage) -> Roster:
 
 def _chosen(roster: Roster, keep_last: int) -> Choice:
     line = line_of(roster)
-    newest = {line.newest.name} if line.newest is not None else set()
+    newest = {line.newest.key} if line.newest is not None else set()
     return retention.choose(line, Policy(keep_last=keep_last), roster.pins, protected=newest)
 
 

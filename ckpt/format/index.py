@@ -58,15 +58,13 @@ class RankIndex:
     files: tuple[DataFile, ...]
     pieces: tuple[Piece, ...]
 
-    def encode(self, shapes: Sequence[tuple[int, ...]]) -> bytes:
-        """The bytes of the index. `shapes`: global shapes of the manifest's table; a whole tensor's box is null."""
+    def encode(self, shapes: Sequence[tuple[int, ...]], values: bytes | None = None) -> bytes:
+        """The bytes of the index. `shapes`: global shapes of the manifest's table; a whole tensor's box is null.
+        values: the JSON text of `values`, from whoever has it already."""
         columns = list(zip(*self.pieces, strict=True)) or [()] * len(Piece._fields)
         tensor, file, start, size, box, dim_order, digests = columns
-        value = {
-            "format": names.FORMAT_VERSION,
-            "save": self.save,
-            "rank": self.rank,
-            "values": dict(self.values),
+        head = {"format": names.FORMAT_VERSION, "save": self.save, "rank": self.rank}
+        tail = {
             "files": [_file(f) for f in self.files],
             "pieces": {
                 "tensor": tensor,
@@ -81,7 +79,8 @@ class RankIndex:
                 "xxh3_128": digests,
             },
         }
-        return jsontext.dump(value) + b"\n"
+        text = jsontext.dump(dict(self.values)) if values is None else values
+        return b"".join((jsontext.dump(head)[:-1], b',"values":', text, b",", jsontext.dump(tail)[1:], b"\n"))
 
     @staticmethod
     def parse(data: bytes, manifest: Manifest, path: str | None = None) -> RankIndex:

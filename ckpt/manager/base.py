@@ -6,15 +6,16 @@ import os
 import pkgutil
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ckpt.capture.state import Registry
 from ckpt.commit.line import Line, best_of, line_of
 from ckpt.commit.roster import Scanner, remove_pin, set_pin
 from ckpt.coordination.ranks import this_process
-from ckpt.errors import CheckpointError, ClosedError, ForkedError
-from ckpt.manager import exiting
+from ckpt.errors import CheckpointError, ClosedError, DeadlineError, ForkedError
+from ckpt.manager.exiting import Ending
 from ckpt.manager.options import Options, step_number
 from ckpt.manager.reports import Receipt, SaveReport
 from ckpt.manager.restoring import Restorer
@@ -34,6 +35,7 @@ class ManagerBase:
         self._storage = open_storage(root, dict(storage_options or {}))
         self._pid = os.getpid()
         self._calls = threading.RLock()
+        self._busy: set[int] = set()  # threads that are inside a save or a resume
         self._registry = Registry()
         self._session = Session(self._storage, options)
         self._writer = Writer()
@@ -47,8 +49,8 @@ class ManagerBase:
             # By name: chaos is an edge, which this room must not import; a run without a campaign never loads it.
             pkgutil.resolve_name("ckpt.chaos.agent:attach")(self)
         # At exit and when nobody holds the manager any more: finishes the save in flight and frees the lock.
-        self._ending = (self._session, self._writer, self._saver.staging, self._signals)
-        self._end = weakref.finalize(self, exiting.end, *self._ending, options.exit_timeout, self._pid)
+        self._ending = Ending(self._session, self._writer, self._saver.staging, self._signals, options.exit_timeout)
+        self._end = weakref.finalize(self, self._ending.finalise)
 
     def _check_pid(self) -> None:
         if os.getpid() != self._pid:
@@ -62,10 +64,10 @@ class ManagerBase:
 
     def _check_call(self) -> None:
         self._check_pid()
-        if self._saver.inside == threading.get_ident():
+        if threading.get_ident() in self._busy:
             raise CheckpointError(
-                "The manager was used while it was taking the state for a save, by a signal handler or by a hook of "
-                "the state; the checkpoint would hold two moments.",
+                "The manager was used from within a save or a resume of its own, by a signal handler or by a hook of "
+                "the state; a checkpoint would hold two moments.",
                 path=self._storage.url,
                 stage="save",
                 hint="Set a flag there and act on it between two steps; on_signal does that.",
@@ -80,6 +82,33 @@ class ManagerBase:
         # The pid first: a lock that another thread held at the fork is never freed in the child.
         self._check_open()
         return self._calls
+
+    @contextmanager
+    def _entered_within(self, timeout: float) -> Iterator[None]:
+        """As `_entered`, but on a closed manager too, and DeadlineError when another thread's call outlasts `timeout`
+        seconds."""
+        self._check_call()
+        if not self._calls.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise DeadlineError(
+                f"Another thread's call on the manager of {self._storage.url} was not finished within {timeout:g} s.",
+                step=self._session.in_flight,
+                path=self._storage.url,
+                stage="wait",
+            )
+        try:
+            yield
+        finally:
+            self._calls.release()
+
+    @contextmanager
+    def _moment(self) -> Iterator[None]:
+        """While live state is read or written as a whole (I10): who comes back on this thread meanwhile is refused."""
+        here = threading.get_ident()
+        try:
+            self._busy.add(here)
+            yield
+        finally:
+            self._busy.discard(here)
 
     def _enter_root(self) -> None:
         """What the first resume, save or loop does: one process, the lock (I6), the signals."""
@@ -121,6 +150,11 @@ class ManagerBase:
     def last_save(self) -> SaveReport | None:
         """Report of the newest finished save; None before one. Skipped saves don't count."""
         return self._session.last
+
+    @property
+    def skipped_saves(self) -> int:
+        """How many saves that were due `when_busy="skip"` has skipped so far."""
+        return self._saver.skipped
 
     @property
     def receipt(self) -> Receipt | None:

@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("ckpt")
 
 
-class Feed:
+class Batches:
     """Batches of `loader`, epoch after epoch. `restore` is called after each iterator was made: making one draws from
     the global RNG, so the state that was saved is put back only then."""
 
@@ -19,8 +19,11 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        """The next batch; goes through epochs. ValueError when two epochs in a row hold no batch."""
-        for _ in range(3):
+        """The next batch; goes through epochs. ValueError when two whole epochs in a row hold no batch: one may, when
+        the loader was saved at an epoch's end."""
+        empty = 0
+        while empty < 2:
+            whole = self._iterator is None
             if self._iterator is None:
                 self._iterator = iter(self._loader)
                 self._restore()
@@ -28,7 +31,8 @@ class Feed:
                 return next(self._iterator)
             except StopIteration:
                 self._iterator = None
-        raise ValueError("the loader gave no batch in three epochs: its dataset is empty, or smaller than one batch")
+                empty += whole
+        raise ValueError("the loader gave no batch in two epochs: its dataset is empty, or smaller than one batch")
 
 
 def epoch(loader: Iterable[Any], restore: Callable[[], None]) -> Iterator[Any]:

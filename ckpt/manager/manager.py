@@ -6,16 +6,24 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.coordination.ranks import this_process
 from ckpt.errors import CheckpointError, DeadlineError
-from ckpt.manager import exiting, options, resuming
+from ckpt.manager import options, resuming
 from ckpt.manager.base import ManagerBase
-from ckpt.manager.looping import Feed, epoch
+from ckpt.manager.looping import Batches, epoch, remembers
 from ckpt.manager.restoring import check_override
 
 log = logging.getLogger("ckpt")
+
+
+class _Body(NamedTuple):
+    """A body of `loop` that was begun: its step, and what it was given."""
+
+    step: int
+    loader: Iterable[Any] | None
+    batch: Any
 
 
 class CheckpointManager(ManagerBase):
@@ -72,6 +80,7 @@ class CheckpointManager(ManagerBase):
         for name, obj in (state or {}).items():
             self._registry.register(name, obj)
         self._restorer.watched = state
+        self._body: _Body | None = None  # the body that was begun and not completed
 
     def register(self, name: str, obj: Any) -> None:
         """Adds an object to the state, before any `resume` and the first `save` (else CheckpointError).
@@ -102,9 +111,10 @@ class CheckpointManager(ManagerBase):
         number = options.step_number(step)
         values = options.metric_values(metrics)
         with self._entered():
-            self._enter_root()
-            self._restorer.check_before_save(number)
-            started = self._saver.save(number, values, force, self._restorer.receipt is not None, began)
+            with self._moment():
+                self._enter_root()
+                self._restorer.check_before_save(number)
+                started = self._saver.save(number, values, force, self._restorer.receipt is not None, began)
             self._completed = max(self._completed, number)
             return started
 
@@ -125,19 +135,19 @@ class CheckpointManager(ManagerBase):
         """
         request = resuming.check_request(step, self._options)
         keep = check_override(override)
-        with self._entered():
+        with self._entered(), self._moment():
             self._enter_root()
             self._saver.settle(self._options.deadline_s)
             self._saver.raise_failures()
             number = self._restorer.resume(self._session, request, from_, keep)
             self._saver.resumed(number)
-            self._completed = number
+            self._completed, self._body = number, None
             return number
 
     def restore_rng(self) -> None:
         """Puts the random numbers back to the resumed step's once more, for loops that make their iterator by hand:
         call it after `iter(loader)`. No-op when nothing was resumed."""
-        with self._entered():
+        with self._entered(), self._moment():
             self._restorer.restore_rng()
 
     def loop(self, total: int, loader: Iterable[Any] | None = None) -> Iterator[Any]:
@@ -145,11 +155,12 @@ class CheckpointManager(ManagerBase):
 
         Resumes first when that was not done. After each body: saves when due, and always at `total`; on a signal of
         on_signal saves, waits for it and ends. Returns when the last save is durable. A break, return or exception in
-        the body saves nothing more.
+        the body saves nothing more; the body's step counts as done only if the body called `save` with it before.
+        Otherwise the next `loop` yields that step again, with the same batch where the loader is one that remembers its
+        position.
         """
         last = options.step_number(total)
         with self._entered():
-            self._enter_root()
             if self._restorer.receipt is None:
                 self.resume("auto")
             self._restorer.check_loader(loader)
@@ -160,17 +171,32 @@ class CheckpointManager(ManagerBase):
         if step >= total:
             log.info("nothing left to do: step %d of %d is done", step, total)
             return
-        feed = None if loader is None else Feed(loader, self._restorer.restore_rng_once)
+        feed = None if loader is None else Batches(loader, self._restore_rng_once)
         if feed is None:
             # Whoever seeds or makes an iterator between `resume` and the loop must not undo the restore.
-            self._restorer.restore_rng_once()
+            self._restore_rng_once()
+        left = self._left_open()
         while step < total and not self.should_stop:
-            batch = next(feed) if feed is not None else None
+            if left is not None and left.loader is loader and remembers(loader):
+                # The loader stands behind this batch already: a new one would leave it out.
+                batch = left.batch
+            else:
+                batch = next(feed) if feed is not None else None
+            left = None
             step += 1
+            self._body = _Body(step, loader, batch)
             yield step if feed is None else (step, batch)
-            self._completed = step
+            self._completed, self._body = step, None
             self._after_body(step, total)
         self.wait()
+
+    def _left_open(self) -> _Body | None:
+        """The body that was left by a break, a return or an exception before its step was done."""
+        return self._body if self._body is not None and self._body.step > self._completed else None
+
+    def _restore_rng_once(self) -> None:
+        with self._moment():
+            self._restorer.restore_rng_once()
 
     def _after_body(self, step: int, total: int) -> None:
         if step in self._session.known:
@@ -185,7 +211,7 @@ class CheckpointManager(ManagerBase):
         draw random numbers, and then they are put back."""
         with self._entered():
             self._restorer.check_loader(loader)
-        return epoch(loader, self._restorer.restore_rng_once)
+        return epoch(loader, self._restore_rng_once)
 
     @property
     def should_stop(self) -> bool:
@@ -200,64 +226,83 @@ class CheckpointManager(ManagerBase):
     def wait(self, timeout: float | None = None) -> None:
         """Returns when everything handed to `save` is durable; raises each failure once.
 
-        DeadlineError after `timeout` seconds (by default deadline_s); the save goes on then.
+        DeadlineError after `timeout` seconds (by default deadline_s), also when it is another thread's call that takes
+        so long; the save goes on then.
         """
-        with self._entered():
-            self._saver.settle(self._options.deadline_s if timeout is None else timeout)
+        began, limit = time.monotonic(), options.seconds(timeout, self._options.deadline_s)
+        with self._entered_within(limit):
+            self._check_open()
+            self._saver.settle(limit, began)
             self._saver.raise_failures()
 
     def close(self, timeout: float | None = None, save_last: bool = False) -> None:
         """Finishes the save in flight, frees the lock, ends the threads, then raises what failed. Twice is fine.
 
-        save_last: first saves the last completed step, if that was not done.
+        save_last: first saves the last completed step, if that was not done. When a body of `loop` was left in the
+        middle, the state is that of no completed step: unless the last one is saved already, CheckpointError is raised
+        and nothing more saved. Call `save` in the body, before the break, once its step is done.
+
+        DeadlineError when the save in flight is not finished after `timeout` seconds (by default deadline_s): it goes
+        on, and the root stays locked until it ends. When another thread's call takes so long, the manager stays open.
         """
-        self._check_call()
-        limit = self._options.deadline_s if timeout is None else timeout
-        with self._calls:
+        began, limit = time.monotonic(), options.seconds(timeout, self._options.deadline_s)
+        with self._entered_within(limit):
             if self._closed:
                 return
             earlier = None
             try:
                 if save_last:
-                    earlier = self._save_last(limit)
+                    earlier = self._save_last(limit, began)
             except BaseException as error:
-                _put_behind(error, self._finish(limit))
+                _put_behind(error, self._finish(limit, began))
                 raise
-            failure = self._finish(limit)
+            failure = self._finish(limit, began)
             if earlier is not None:
                 _put_behind(earlier, failure)
                 raise earlier
             if failure is not None:
                 raise failure
 
-    def _save_last(self, timeout: float) -> CheckpointError | None:
+    def _save_last(self, timeout: float, began: float) -> CheckpointError | None:
         """Saves the last completed step if it is not durable. An earlier save's failure is returned: raised at the
         entry of `save` it would take the last save's place."""
         if not self._entered_root or self._restorer.broken is not None:
             return None
-        self._saver.settle(timeout)
+        self._saver.settle(timeout, began)
         earlier = self._saver.failure()
         if self._completed not in self._session.known:
             try:
+                self._check_no_body()
                 self.save(self._completed, force=True)
             except BaseException as error:
                 _put_behind(error, earlier)
                 raise
         return earlier
 
-    def _finish(self, timeout: float) -> CheckpointError | None:
-        """Ends everything; the failure to raise, if any."""
-        finished = self._writer.idle(timeout)
-        self._closed = True
+    def _check_no_body(self) -> None:
+        body = self._left_open()
+        if body is not None:
+            raise CheckpointError(
+                f"Step {self._completed} cannot be saved any more: the loop was left in the body of step {body.step}, "
+                "which may have changed the state and has taken its batch.",
+                step=self._completed,
+                path=self._storage.url,
+                stage="close",
+                hint=f"Call save({body.step}, force=True) in the body, before the break, once its step is done.",
+            )
+
+    def _finish(self, timeout: float, began: float) -> CheckpointError | None:
+        """Ends everything, `timeout` seconds after `began` at the latest; the failure to raise, if any."""
+        self._closed, self._body = True, None
         self._end.detach()
+        finished = self._ending.close(max(0.0, timeout - (time.monotonic() - began)))
         failure = self._saver.failure()
-        exiting.end(*self._ending, 0.0, self._pid)
         if finished:
             self._saver.release()
             return failure
         abandoned = DeadlineError(
             f"The save of step {self._session.in_flight} into {self._storage.url} was not finished within {timeout:g} "
-            "s and is abandoned.",
+            "s. It goes on as long as the process lives, and the root stays locked until it ends.",
             step=self._session.in_flight,
             path=self._storage.url,
             stage="close",
@@ -276,10 +321,14 @@ class CheckpointManager(ManagerBase):
         if os.getpid() != self._pid:
             # A forked child that leaves the body by an exception: the writer and the lock are its parent's.
             return
-        with self._calls:
-            if not self._closed:
-                # The body's exception is the one to see; what the save failed with stands behind it.
-                _put_behind(error, self._finish(self._options.exit_timeout))
+        began, limit = time.monotonic(), self._options.exit_timeout
+        try:
+            with self._entered_within(limit):
+                failure = None if self._closed else self._finish(limit, began)
+        except DeadlineError as late:
+            failure = late
+        # The body's exception is the one to see; what the save failed with stands behind it.
+        _put_behind(error, failure)
 
 
 def _put_behind(error: BaseException, failure: BaseException | None) -> None:

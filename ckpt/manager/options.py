@@ -104,7 +104,7 @@ def _positive(name: str, value: Any, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not (value > 0 or (zero and value == 0)):
-        raise ValueError(f"{name} must be more than 0, not {value}")
+        raise ValueError(f"{name} must be {'0 or more' if zero else 'more than 0'}, not {value}")
     return float(value)
 
 
@@ -152,6 +152,11 @@ def step_number(step: Any) -> int:
     if number > names.MAX_STEP:
         raise ValueError(f"step must be at most {names.MAX_STEP}, not {number}")
     return number
+
+
+def seconds(timeout: Any, default: float) -> float:
+    """A caller's timeout, `default` for None. TypeError for what is no number, ValueError below 0 and for NaN."""
+    return default if timeout is None else _positive("timeout", timeout, zero=True)
 
 
 def metric_values(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -28,11 +28,11 @@ log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """candidates: steps to try, best first; skipped: newer ones known to be damaged already; fallback: whether damage
-    leads to the next candidate."""
+class Candidates:
+    """The steps that a request means. steps: those to try, best first; skipped: newer ones known to be damaged already;
+    fallback: whether damage leads to the next one."""
 
-    candidates: tuple[StepFolder, ...]
+    steps: tuple[StepFolder, ...]
     skipped: tuple[tuple[int, str], ...]
     line: Line
     fallback: bool
@@ -46,7 +46,7 @@ class Resumed:
     folder: StepFolder
     plan: RestorePlan
     skipped: tuple[tuple[int, str], ...]
-    damaged: frozenset[str]
+    damaged: frozenset[str]  # keys of the steps that were tried and found damaged
 
 
 def check_request(step: object, options: Options) -> str | int:
@@ -60,7 +60,7 @@ def check_request(step: object, options: Options) -> str | int:
     return step_number(step)
 
 
-def choose(roster: Roster, request: str | int, options: Options, url: str) -> Choice | None:
+def choose(roster: Roster, request: str | int, options: Options, url: str) -> Candidates | None:
     """The steps to try; None when "auto" finds nothing at all and the run starts fresh.
 
     Raises NotCommittedError, CorruptCheckpointError (the step asked for, or every step there is, is damaged) and
@@ -68,7 +68,7 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
     """
     line = line_of(roster)
     if isinstance(request, int):
-        return Choice((_exactly(roster, line, request, url),), (), line, False)
+        return Candidates((_exactly(roster, line, request, url),), (), line, False)
     newest = line.newest
     check_newest(roster, newest)
     if request == "best":
@@ -76,7 +76,7 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
         ranked = best_of(line.steps, options.monitor, options.mode)
         if not ranked:
             raise NotCommittedError(f"No committed step of {url} has the metric {options.monitor!r}.", path=url)
-        return Choice((ranked[0],), (), line, False)
+        return Candidates((ranked[0],), (), line, False)
     newer = [folder for folder in roster.broken if newest is None or _newer(folder, newest)]
     skipped = tuple((folder.step, folder.problem or "damaged") for folder in sorted(newer, key=lambda f: -f.step))
     if newest is None:
@@ -85,15 +85,16 @@ def choose(roster: Roster, request: str | int, options: Options, url: str) -> Ch
         if request == "latest":
             raise NotCommittedError(f"Nothing is committed in {url}.", path=url, hint='resume("auto") starts fresh.')
         return None
-    return Choice(tuple(reversed(line.steps)), skipped, line, True)
+    return Candidates(tuple(reversed(line.steps)), skipped, line, True)
 
 
 def _newer(damaged: StepFolder, newest: StepFolder) -> bool:
-    """Whether a damaged step would have been taken before `newest`. Without a manifest its name has to tell."""
+    """Whether a damaged step would have been taken before `newest`, were it sound: of whatever run, or the step of an
+    older run would be taken without a word. Without a manifest its name has to tell."""
     assert newest.manifest is not None
     if damaged.manifest is None:
         return damaged.step > newest.step
-    return damaged.manifest.run == newest.manifest.run and damaged.manifest.order > newest.manifest.order
+    return damaged.manifest.order > newest.manifest.order
 
 
 def _exactly(roster: Roster, line: Line, step: int, url: str) -> StepFolder:
@@ -128,7 +129,7 @@ def _all_damaged(url: str, attempts: Sequence[tuple[int, str]]) -> CorruptCheckp
 
 def bring_back(
     storage: Storage,
-    choice: Choice,
+    choice: Candidates,
     registry: Registry,
     options: Options,
     override: Mapping[str, tuple[str, ...]],
@@ -143,7 +144,7 @@ def bring_back(
     attempts = list(choice.skipped)
     damaged: set[str] = set()
     unread: StorageUnavailableError | None = None
-    for folder in choice.candidates:
+    for folder in choice.steps:
         try:
             try:
                 stored, plan = _load(storage, folder, registry, options, override, touched)
@@ -156,7 +157,7 @@ def bring_back(
             if isinstance(error, StorageUnavailableError):
                 unread = unread or error
             attempts.append((folder.step, str(error)))
-            damaged.add(folder.name)
+            damaged.add(folder.key)
             continue
         _tell_skipped(storage.url, attempts)
         return Resumed(stored, folder, plan, tuple(attempts), frozenset(damaged))
@@ -216,12 +217,13 @@ def saved_state(stored: Stored, rank: int = 0) -> SavedState:
         name: TensorInfo(dtype, shape, orders.get(number))
         for number, (name, dtype, shape) in enumerate(zip(table.names, table.dtypes, table.shapes, strict=True))
     }
-    return SavedState(record.step, record.parts, stored.indexes[rank].values, tensors, table.aliases)
+    values = stored.indexes[rank].values
+    return SavedState(record.step, record.parts, values, tensors, table.aliases, record.environment)
 
 
 def find(
     storage: Storage, scanner: Scanner, request: str | int, options: Options, *, alone: bool = False
-) -> Choice | None:
+) -> Candidates | None:
     """See `choose`. alone: the place was named by the caller, so it may be one step's folder, and holds something."""
     try:
         roster = scanner.scan()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 
 from ckpt import points
-from ckpt.capture.staging import Staging
+from ckpt.capture.staging import Signature, Staging
 from ckpt.capture.state import Registry, capture
-from ckpt.errors import CheckpointError, DeadlineError, StorageUnavailableError, UnsupportedStateError
+from ckpt.errors import CheckpointError, DeadlineError, StorageUnavailableError
+from ckpt.format import jsontext
+from ckpt.manager import encoding
 from ckpt.manager.due import Schedule
+from ckpt.manager.encoding import Job
 from ckpt.manager.options import Options
-from ckpt.manager.session import Job, Session
+from ckpt.manager.reports import environment
+from ckpt.manager.session import Session
 from ckpt.manager.writer import Writer
 
 log = logging.getLogger("ckpt")
@@ -32,7 +35,7 @@ class Saver:
         self._monitor_missed = False
         self.schedule = Schedule(options)
         self.skipped = 0
-        self.inside: int | None = None  # the thread that is taking the state just now
+        self._fitting: Signature = ()  # of tensors that were found within the limits
         self._old_told: float | None = None
 
     def save(self, number: int, metrics: Mapping[str, float], force: bool, resumed: bool, began: float) -> bool:
@@ -44,15 +47,9 @@ class Saver:
         session = self._session
         if session.incarnation is None and not self._begin(number, resumed):
             return False
-        self.inside = threading.get_ident()
-        try:
-            job = self._stage(number, metrics)
-        finally:
-            self.inside = None
+        job = self._stage(number, metrics)
         job.stall_s = time.monotonic() - began
-        session.known.add(number)
-        session.in_flight = number
-        self._writer.submit(lambda: session.write(job))
+        self._hand_over(job)
         self.schedule.started()
         if not self._options.async_save:
             self.settle(self._options.deadline_s)
@@ -99,22 +96,44 @@ class Saver:
         return True
 
     def _stage(self, number: int, metrics: Mapping[str, float]) -> Job:
+        """The state as it is now. Raises UnsupportedStateError for one that a checkpoint cannot hold."""
+        if self._writer.busy:
+            # The buffer is being written to disk: filled now, the step in flight would hold two moments (I10).
+            raise CheckpointError(f"Step {self._session.in_flight} is still being written.", stage="save")
         points.reach("save.begin")
         began = time.monotonic()
         snapshot = capture(self._registry)
         staged = self.staging.stage(snapshot.tensors)
-        capture_s = time.monotonic() - began
-        points.reach("save.staged")
-        return Job(
+        if staged.signature is not self._fitting:
+            encoding.check_tensors(staged.signature)
+            self._fitting = staged.signature
+        job = Job(
             step=number,
             metrics=metrics,
             staged=staged,
             dim_orders=snapshot.dim_orders,
             aliases=snapshot.aliases,
             parts=snapshot.parts,
-            values=snapshot.values,
-            capture_s=capture_s,
+            values=jsontext.dump(snapshot.values),
+            environment=environment(),
+            capture_s=time.monotonic() - began,
         )
+        encoding.check_texts(job)
+        points.reach("save.staged")
+        return job
+
+    def _hand_over(self, job: Job) -> None:
+        session, begun = self._session, self._writer.begun
+        try:
+            session.known.add(job.step)
+            session.in_flight = job.step
+            self._writer.submit(lambda: session.write(job))
+        except BaseException:
+            if not self._writer.busy and self._writer.begun == begun:
+                # Interrupted before it was handed over: the step is not saved, and may be tried again.
+                session.known.discard(job.step)
+                session.in_flight = None
+            raise
 
     def prepare(self) -> None:
         """Makes the staging memory ready in the background, once, as soon as the state has its full size."""
@@ -122,12 +141,10 @@ class Saver:
             return
         self._prepared = True
         try:
-            tensors = capture(self._registry).tensors
-        except UnsupportedStateError as error:
-            # Raised by the save, if the value is still there then; this call only makes that save quicker.
+            self.staging.prepare(capture(self._registry).tensors)
+        except (CheckpointError, MemoryError) as error:
+            # Raised by the save, if it is still so then; this call only makes that save quicker.
             log.debug("staging memory was not prepared: %s", error)
-            return
-        self.staging.prepare(tensors)
 
     def resumed(self, number: int) -> None:
         """The manager stands at `number` now; the age of the newest durable step counts from here."""
@@ -150,9 +167,11 @@ class Saver:
                 hint="Look at the log for failed saves; save more often, or raise max_durable_age.",
             )
 
-    def settle(self, timeout: float) -> None:
-        """Waits for the save in flight; DeadlineError after `timeout` seconds, and it goes on."""
-        if not self._writer.idle(timeout):
+    def settle(self, timeout: float, since: float | None = None) -> None:
+        """Waits for the save in flight; DeadlineError `timeout` seconds after the monotonic time `since` (by default
+        now), and it goes on."""
+        spent = 0.0 if since is None else time.monotonic() - since
+        if not self._writer.idle(max(0.0, timeout - spent)):
             raise DeadlineError(
                 f"The save in flight into {self._session.storage.url} was not finished within {timeout:g} s and goes "
                 "on.",
@@ -170,7 +189,7 @@ class Saver:
     def failure(self) -> CheckpointError | None:
         """The oldest failure not told yet, a later one as its context; they count as told now."""
         errors, self._session.errors = self._session.errors, []
-        if not errors or self._options.on_failure == "warn":
+        if not errors:
             return None
         for error, later in zip(errors, errors[1:], strict=False):
             error.__context__ = later

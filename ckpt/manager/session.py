@@ -9,52 +9,38 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckpt import points
-from ckpt.capture.staging import Staged
 from ckpt.commit import retention
 from ckpt.commit.attempt import Attempt, attempt_for
-from ckpt.commit.line import Line, line_of, manifest, next_incarnation
+from ckpt.commit.line import Line, descent, line_of, manifest, next_incarnation
 from ckpt.commit.lock import RootLock
 from ckpt.commit.roster import Roster, Scanner, StepFolder, looks_ours
-from ckpt.commit.transfer import Digests, send
+from ckpt.commit.transfer import send
 from ckpt.errors import (
     CheckpointError,
     CommitUnknown,
     LockedError,
     OutOfSpaceError,
     RunExistsError,
+    StateMismatchError,
     StorageUnavailableError,
+    UnsupportedStateError,
 )
 from ckpt.format import names
-from ckpt.format.digest import digest
-from ckpt.format.index import DataFile, Piece, RankIndex
-from ckpt.format.manifest import FileEntry, Manifest, Parent, PlacementGroup, TensorTable
-from ckpt.format.values import Json
+from ckpt.format.manifest import Manifest, Parent
+from ckpt.manager import encoding
+from ckpt.manager.encoding import Job, Place
 from ckpt.manager.options import Options
-from ckpt.manager.reports import SaveReport, environment
-from ckpt.plan.planner import assign
+from ckpt.manager.reports import SaveReport
 from ckpt.storage.base import Storage
 
 log = logging.getLogger("ckpt")
 
 
-@dataclass
-class Job:
-    """One save, complete in memory: nothing in it is shared with live objects."""
-
-    step: int
-    metrics: Mapping[str, float]
-    staged: Staged
-    dim_orders: Mapping[str, tuple[int, ...]]
-    aliases: Mapping[str, str]
-    parts: Mapping[str, Mapping[str, Json]]
-    values: Mapping[str, Json]
-    capture_s: float
-    stall_s: float = 0.0
-    save: str = field(default_factory=lambda: os.urandom(16).hex())
+# What on_failure="warn" never makes a warning of: the run would go on for good without a checkpoint.
+_ALWAYS_RAISED = (LockedError, RunExistsError, UnsupportedStateError, StateMismatchError)
 
 
 class Session:
@@ -68,8 +54,14 @@ class Session:
         self.run: str | None = None
         self.parent: Parent | None = None
         self.incarnation: int | None = None  # None until the first save of this incarnation
+        # Keys of steps: known to be damaged; of a commit that could not be confirmed; the one resumed from and the
+        # damaged ones it was chosen over; and the saves that were there when this incarnation began.
         self.damaged: set[str] = set()
-        self.spare: set[str] = set()  # the step resumed from and the damaged ones it was chosen over
+        self.unknown: set[str] = set()
+        self.protected: set[str] = set()
+        self._seen: frozenset[str] = frozenset()
+        self._debris: tuple[str, ...] = ()  # found at the beginning, to be swept before the first write
+        self._in_doubt = False  # the last commit could not be confirmed
         self.in_flight: int | None = None
         self.known: set[int] = set()  # steps of the line that are committed or in flight
         self.commits = 0
@@ -88,7 +80,7 @@ class Session:
             return
         record = manifest(source)
         self.parent = Parent(record.step, record.incarnation, record.save)
-        self.known = {folder.step for folder in line.steps if folder.step <= record.step} if run is not None else set()
+        self.known = {folder.step for folder in descent((*line.steps, *line.off), source)} if run is not None else set()
 
     def begin(self, step: int, resumed: bool) -> None:
         """Takes the next incarnation, on the caller's thread.
@@ -117,25 +109,32 @@ class Session:
         if self.run is None:
             self.run = os.urandom(16).hex()
         self.incarnation = next_incarnation(roster)
-        retention.sweep(self.storage, roster.debris)
+        self._seen = frozenset(folder.key for folder in (*roster.steps, *roster.damaged))
+        self._debris = roster.debris
 
     def write(self, job: Job) -> None:
-        """Carries `job` to a durable step; never raises: what failed is in `errors` and `last`. Writer's thread."""
+        """Carries `job` to a durable step; what failed is in `errors` and `last`. On the writer's thread; where it runs
+        on the caller's, what interrupts that one is raised."""
         started = time.monotonic()
         path = f"{self.storage.url}/{names.step_name(job.step)}"
         size = job.staged.layout.bytes
         error: CheckpointError | None = None
+        roster: Roster | None = None
         try:
-            size = self._commit(job, started)
+            size, roster = self._commit(job, started)
         except CheckpointError as failure:
             error = failure
         except Exception as failure:
             error = CheckpointError(f"Saving step {job.step} failed: {failure!r}.", path=path, stage="save")
             error.__cause__ = failure
+        except BaseException:
+            self.known.discard(job.step)
+            raise
         write_s = time.monotonic() - started
         if error is not None:
             self.failed(job.step, error, size, job.stall_s, write_s)
             return
+        assert roster is not None
         self.commits += 1
         self.durable_at = time.monotonic()
         self.last = SaveReport(job.step, path, size, job.stall_s, write_s, True)
@@ -144,7 +143,7 @@ class Session:
             "step %d is durable: %s bytes in %.3f s (%.2f GB/s), training waited %.3f s",
             job.step, f"{size:,}", write_s, rate, job.stall_s,
         )  # fmt: skip
-        self._retire()
+        self._retire(roster)
 
     def failed(
         self, step: int, error: CheckpointError, size: int = 0, stall_s: float = 0.0, write_s: float = 0.0
@@ -154,7 +153,7 @@ class Session:
         path = f"{self.storage.url}/{names.step_name(step)}"
         self.known.discard(step)
         self.last = SaveReport(step, path, size, stall_s, write_s, False, error)
-        if self.options.on_failure == "warn":
+        if self.options.on_failure == "warn" and not isinstance(error, _ALWAYS_RAISED):
             log.warning("step %d was not saved: %s", step, error)
         else:
             self.errors.append(error)
@@ -164,8 +163,11 @@ class Session:
         if self.last is not None:
             self.last = replace(self.last, stall_s=seconds)
 
-    def _commit(self, job: Job, started: float) -> int:
+    def _commit(self, job: Job, started: float) -> tuple[int, Roster]:
+        """Bytes written, and the root as it is with the new step."""
         points.reach("write.begin")
+        retention.sweep(self.storage, self._debris)
+        self._debris = ()
         self._room_for(job)
         attempt = attempt_for(self.storage, job.step, job.save)
         try:
@@ -173,26 +175,41 @@ class Session:
             data_name = attempt.file_name(names.data_name(0))
             digests = send(attempt, data_name, job.staged.image, job.staged.layout)
             index_name = attempt.file_name(names.index_name(0))
-            table = _table(job)
-            index = _index(job, data_name, digests, table)
+            table = encoding.table_of(job)
+            index = encoding.index_of(job, data_name, digests, table)
             attempt.write(index_name, index)
-            record = self._manifest(job, attempt, digests, index, table, time.monotonic() - started)
-            self._make_way(job.step, attempt)
+            took = time.monotonic() - started
+            record = encoding.manifest_of(
+                job, self._place(), table, (index_name, index), (data_name, digests.whole), took
+            )
+            roster = self._make_way(job.step, attempt)
             attempt.commit(record.encode())
         except CommitUnknown:
+            self.unknown.add(job.save)
+            self._in_doubt = True
             raise
         except BaseException:
             attempt.abandon()
             raise
+        self._in_doubt = False
         points.reach("commit.acknowledged")
-        return record.bytes
+        return record.bytes, self._with(roster, record)
+
+    def _place(self) -> Place:
+        assert self.run is not None and self.incarnation is not None
+        return Place(self.run, self.incarnation, self.parent, self._writer_id)
+
+    def _with(self, roster: Roster, record: Manifest) -> Roster:
+        """`roster`, taken just before the commit of `record`, as it is after it: a second scan would tell no more."""
+        roster = roster.with_step(StepFolder(names.step_name(record.step), record))
+        return replace(roster, debris=tuple(name for name in roster.debris if not name.endswith(record.save)))
 
     def _room_for(self, job: Job) -> None:
         free = self.storage.free_bytes()
         needed = job.staged.layout.bytes + (1 << 16)
         if free is not None and free < needed:
             # What an earlier failure could not remove may be what fills the disk.
-            self._tidy()
+            self._retire(None)
             free = self.storage.free_bytes()
         if free is not None and free < needed:
             raise OutOfSpaceError(
@@ -206,38 +223,14 @@ class Session:
                 hint="Free some room (`ckpt prune ROOT --keep-last N`); earlier checkpoints are intact.",
             )
 
-    def _manifest(
-        self, job: Job, attempt: Attempt, digests: Digests, index: bytes, table: TensorTable, write_s: float
-    ) -> Manifest:
-        assert self.run is not None and self.incarnation is not None
-        files = (
-            FileEntry(attempt.file_name(names.index_name(0)), len(index), digest(index)),
-            FileEntry(attempt.file_name(names.data_name(0)), job.staged.layout.bytes, digests.whole),
-        )
-        return Manifest(
-            run=self.run,
-            save=job.save,
-            incarnation=self.incarnation,
-            parent=self.parent,
-            step=job.step,
-            time=time.time(),
-            metrics=job.metrics,
-            world={"size": 1, "writer": self._writer_id},
-            parts=job.parts,
-            tensors=table,
-            groups=(PlacementGroup("whole", (0,)),),
-            files=files,
-            timings={"capture_s": job.capture_s, "stall_s": job.stall_s, "write_s": write_s},
-            environment=environment(),
-        )
-
-    def _make_way(self, step: int, attempt: Attempt) -> None:
-        """Checks that the line is still ours, and removes what we may remove from under the step's name."""
+    def _make_way(self, step: int, attempt: Attempt) -> Roster:
+        """Checks that the line is still ours, and removes what we may remove from under the step's name. The root as it
+        was before that."""
         roster = self.scanner.scan()
         self._still_ours(roster)
         name = names.step_name(step)
         if self.storage.stat(name) is None:
-            return
+            return roster
         folder = self.scanner.look(name) if self.storage.list(name) is not None else None
         if folder is not None and folder.manifest is not None:
             # A damaged or abandoned step of an older incarnation of this run, or one of this process whose commit ended
@@ -260,59 +253,48 @@ class Session:
             )
         if self.storage.abilities.renames_folders or (folder is not None and folder.manifest is not None):
             retention.remove_step(self.storage, name, spare=attempt.in_place)
+        return roster
 
     def _still_ours(self, roster: Roster) -> None:
+        """Raises LockedError when another writer has committed since this incarnation began (I6): its steps and ours
+        would take each other's place as the newest."""
         for folder in roster.steps:
             record = manifest(folder)
-            other = record.world.get("writer") != self._writer_id
-            if record.run == self.run and record.incarnation >= (self.incarnation or 0) and other:
-                raise LockedError(
-                    f"Another process has resumed this run and saved step {record.step} as incarnation "
-                    f"{record.incarnation}; this one is incarnation {self.incarnation} and stops saving.",
-                    step=record.step,
-                    path=f"{self.storage.url}/{folder.name}",
-                    stage="commit",
-                    since=record.time,
-                    hint="Stop one of the two, and resume the one that is to go on.",
-                )
+            if record.world.get("writer") == self._writer_id:
+                continue
+            if record.run == self.run and record.incarnation >= (self.incarnation or 0):
+                what = "resumed this run"
+            elif record.run != self.run and record.save not in self._seen:
+                what = "begun another run here"
+            else:
+                continue
+            raise LockedError(
+                f"Another process has {what} and saved step {record.step} as incarnation {record.incarnation}; this "
+                f"one is incarnation {self.incarnation} and stops saving.",
+                step=record.step,
+                path=f"{self.storage.url}/{folder.name}",
+                stage="commit",
+                since=record.time,
+                hint="Stop one of the two, and resume the one that is to go on.",
+            )
 
-    def _retire(self) -> None:
-        """Retention after a durable commit (I5); its failure is a warning."""
+    def _retire(self, roster: Roster | None) -> None:
+        """Retention after a durable commit (I5), `roster` being the root after it; its failure is a warning. None: to
+        make room, by a look of its own, and no step goes while the last commit is in doubt."""
         try:
-            self._tidy()
-        except Exception as error:  # noqa: BLE001 - a bug here must not end the training
-            log.warning("retention in %s failed, will try again after the next save: %r", self.storage.url, error)
-
-    def _tidy(self) -> None:
-        try:
-            roster = self.scanner.scan()
-            retention.sweep(self.storage, roster.debris)
-            if not self.commits:
+            found = self.scanner.scan() if roster is None else roster
+            retention.sweep(self.storage, found.debris)
+            if not self.commits or self._in_doubt:
                 return
-            line = line_of(roster, self.run)
-            spare = {line.newest.name} if line.newest is not None else set()
-            if self.options.keep_last is not None and self.commits < self.options.keep_last:
-                spare |= self.spare
-            choice = retention.choose(line, self.options.policy, roster.pins, damaged=self.damaged, protected=spare)
-            old = retention.outdated(roster.damaged, line, self.options.policy, roster.pins)
-            choice = replace(choice, remove=(*choice.remove, *old))
-            retention.retire(self.storage, choice, self.scanner.pins, spare=spare)
-        except CheckpointError as error:
-            log.warning("retention in %s failed, will try again after the next save: %s", self.storage.url, error)
-
-
-def _table(job: Job) -> TensorTable:
-    listed, dtypes, shapes = zip(*job.staged.signature, strict=True) if job.staged.signature else ((), (), ())
-    return TensorTable(listed, dtypes, shapes, (0,) * len(listed), job.aliases)
-
-
-def _index(job: Job, data_name: str, digests: Digests, table: TensorTable) -> bytes:
-    layout = job.staged.layout
-    number = {name: i for i, name in enumerate(table.names)}
-    boxes = [assigned.box for assigned in assign(table.shapes, 1)]
-    pieces = tuple(
-        Piece(number[name], 0, start, end - start, boxes[number[name]], job.dim_orders.get(name), piece_digest)
-        for name, (start, end), piece_digest in zip(job.staged.names, layout.spans, digests.pieces, strict=True)
-    )
-    file = DataFile(data_name, layout.bytes, layout.data_start, digests.header, names.BLOCK, digests.blocks)
-    return RankIndex(job.save, 0, job.values, (file,), pieces).encode(table.shapes)
+            line = line_of(found, self.run)
+            policy = self.options.policy
+            protected = {line.newest.key} if line.newest is not None else set()
+            if policy.keep_last is not None and self.commits < policy.keep_last:
+                protected |= self.protected
+            choice = retention.choose(
+                line, policy, found.pins, damaged=self.damaged, unknown=self.unknown, protected=protected
+            )
+            old = retention.outdated(found.damaged, line, policy, found.pins)
+            retention.retire(self.storage, replace(choice, remove=(*choice.remove, *old)), self.scanner.pins)
+        except Exception as error:  # noqa: BLE001 - neither storage nor a bug here may end the training
+            log.warning("retention in %s failed, will try again after the next save: %r", self.storage.url, error)

@@ -23,6 +23,7 @@ class Signals:
         self.received: str | None = None
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._over = False
 
     def install(self) -> None:
         """No-op when installed. Outside the main thread Python allows no handler: then a warning, and no watching."""
@@ -37,7 +38,7 @@ class Signals:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid or (self.received is not None and number == signal.SIGINT):
+        if self._over or os.getpid() != self._pid or (self.received is not None and number == signal.SIGINT):
             before = self._before.get(number)
             signal.signal(number, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -45,7 +46,9 @@ class Signals:
         self.received = self.received or signal.Signals(number).name
 
     def remove(self) -> None:
-        """Puts the earlier handlers back, where ours are still the ones in place."""
+        """Puts the earlier handlers back, where ours are still the ones in place. Only the main thread can: from
+        another one each is put back when its signal comes, which is passed on to it."""
+        self._over = True
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
