@@ -1,7 +1,7 @@
 """Enums: stored by their plain values, and put back as members of the class that the live object holds there.
 
 No class is named in a checkpoint, so that the script's own object tells which one is meant: by the live value in the
-same place, or where that holds none, by its neighbours in the same list or mapping, if they are of one class.
+same place, or where there is none yet, by its neighbours in the same list or mapping, if they are of one class.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Settling:
             return self._member(node, live, path)
         if not tag.startswith("$"):
             held = _mapping(live)
-            kind = _only_class(held.values())
-            return {key: self.walk(item, held.get(key, kind), (*path, key)) for key, item in node.items()}
+            other = _neighbour(held.values())
+            return {key: self.walk(item, held.get(key, other), (*path, key)) for key, item in node.items()}
         # What is malformed is left to the decoder, which says so.
         if tag in _PAIRS and type(payload) is list:
             return {tag: self._pairs(payload, live, path)}
@@ -64,15 +64,16 @@ class _Settling:
 
     def _items(self, nodes: list[Json], live: Any, path: tuple[object, ...]) -> list[Json]:
         held = list(live) if isinstance(live, (list, tuple, deque, set, frozenset)) else []
-        kind = _only_class(held)
+        other = _neighbour(held)
         in_order = not isinstance(live, (set, frozenset))
         return [
-            self.walk(item, held[i] if in_order and i < len(held) else kind, (*path, i)) for i, item in enumerate(nodes)
+            self.walk(item, held[i] if in_order and i < len(held) else other, (*path, i))
+            for i, item in enumerate(nodes)
         ]
 
     def _pairs(self, rows: list[Json], live: Any, path: tuple[object, ...]) -> list[Json]:
         held = _mapping(live)
-        keys, values = _only_class(held), _only_class(held.values())
+        keys, values = _neighbour(held), _neighbour(held.values())
         made: list[Json] = []
         for row in rows:
             if type(row) is not list or len(row) != 2:
@@ -83,7 +84,7 @@ class _Settling:
         return made
 
     def _member(self, node: Json, live: Any, path: tuple[object, ...]) -> Json:
-        kind = live if isinstance(live, type) and issubclass(live, enum.Enum) else type(live)
+        kind = type(live)
         if not issubclass(kind, enum.Enum):
             self._plan.changes.append(
                 f"{spell(path)} was a member of an enum, which the live object does not hold there: it is a plain value"
@@ -101,11 +102,10 @@ def _mapping(live: Any) -> Mapping[Any, Any]:
     return live if isinstance(live, Mapping) else {}
 
 
-def _only_class(values: Iterable[Any]) -> Any:
-    """The class of enum all `values` are of; `_ABSENT` when there is none, or more than one."""
-    kinds = {type(value) for value in values}
-    kind = next(iter(kinds)) if len(kinds) == 1 else object
-    return kind if issubclass(kind, enum.Enum) else _ABSENT
+def _neighbour(values: Iterable[Any]) -> Any:
+    """One that stands for a value that is not there yet; `_ABSENT` when there is none, or they are of several kinds."""
+    held = list(values)
+    return held[0] if len({type(value) for value in held}) == 1 else _ABSENT
 
 
 def _plain_key(node: Json) -> Any:
