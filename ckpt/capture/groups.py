@@ -250,13 +250,7 @@ def direct_tensors(saved: SavedState, part: str) -> dict[str, dict[str, str]]:
     return table
 
 
-def state_keys(saved: SavedState, part: str) -> frozenset[str]:
-    """Every key that state of a parameter was saved under."""
-    table = direct_tensors(saved, part)
-    return frozenset(key for names in table.values() for key in names)
-
-
-def another_kind(stored: SavedGroups, live: Optimizer, saved_keys: frozenset[str]) -> Iterator[tuple[str, bool]]:
+def another_kind(stored: SavedGroups, live: Optimizer, saved_keys: set[str]) -> Iterator[tuple[str, bool]]:
     """What tells that the saved state is another kind of optimizer's: (sentence, whether no release of torch explains
     it). No class is named in a checkpoint; the options and the keys of the state are what differs between kinds.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ckpt.capture.base import Phase, RestorePlan, Target, TensorInfo
-from ckpt.capture.tensors import allocate, as_bytes, dense_strides, dim_order_of, has_zero_strides, owns_storage
+from ckpt.capture.tensors import allocate, as_bytes, dim_order_of, has_zero_strides, owns_storage, saved_strides
 
 
 def settle_targets(plan: RestorePlan) -> None:
@@ -21,14 +21,10 @@ def settle_targets(plan: RestorePlan) -> None:
     """
     plan.targets[:] = _untied(plan)
     _tell_parted(plan)
-    strides: dict[tuple[object, ...], tuple[int, ...]] = {}
     odd: list[tuple[Target, TensorInfo]] = []
     for target in plan.targets:
         info = plan.saved.tensors[target.name]
-        layout = (info.shape, info.dim_order)
-        if layout not in strides:
-            strides[layout] = dense_strides(info.shape, info.dim_order)
-        if _is_strided(target.tensor) and target.tensor.stride() != strides[layout]:
+        if target.tensor.layout is torch.strided and target.tensor.stride() != saved_strides(info):
             odd.append((target, info))
     if odd:
         _settle_layouts(plan, odd)
@@ -52,14 +48,17 @@ def _settle_layouts(plan: RestorePlan, odd: list[tuple[Target, TensorInfo]]) -> 
 def _untied(plan: RestorePlan) -> list[Target]:
     kept: list[Target] = []
     seen: dict[int, list[Target]] = {}
+    start: dict[int, Target] = {}
     for target in plan.targets:
         live = target.tensor
         if plan.store.is_superseded(live):
             continue
-        if not _is_strided(live) or live.numel() == 0:
+        address = live.data_ptr() if live.layout is torch.strided else 0
+        # Nearly all tensors are alone where they start; those of no element start nowhere.
+        if address == 0 or start.setdefault(address, target) is target:
             kept.append(target)
             continue
-        others = seen.setdefault(live.data_ptr(), [])
+        others = seen.setdefault(address, [start[address]])
         first = next((other for other in others if _is_same(other.tensor, live)), None)
         if first is None:
             others.append(target)
@@ -102,7 +101,7 @@ def match_layout(plan: RestorePlan, name: str, live: torch.Tensor) -> None:
     info = plan.saved.info(name)
     if info is None or not _is_strided(live) or tuple(live.shape) != info.shape or not owns_storage(live):
         return
-    if live.stride() != dense_strides(info.shape, info.dim_order) and info.dim_order != dim_order_of(live):
+    if live.stride() != saved_strides(info) and info.dim_order != dim_order_of(live):
         plan.notes.append(f"the memory layout (dim order) is set as it was saved: {name}")
         plan.preparations.append(_relayout(live, info))
 

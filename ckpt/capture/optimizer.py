@@ -138,10 +138,16 @@ class OptimizerPart:
         saved = [group.names for group in stored.groups]
         live = g.saved_keys(plan.saved, {name for names in saved for name in names}, keys)
         pairs = g.match(saved, live)
-        self._report(plan, stored, g.differences(self.name, pairs, saved, live), live)
+        table = g.direct_tensors(plan.saved, self.name)
+        self._report(
+            plan,
+            stored,
+            g.differences(self.name, pairs, saved, live),
+            live,
+            {key for names in table.values() for key in names},
+        )
         restore = _Restore(stepped=stored.stepped)
         placer = Placer(plan)
-        table = g.direct_tensors(plan.saved, self.name)
 
         def held(key: str) -> tuple[Mapping[str, str], Json]:
             return table.get(key, {}), stored.state.get(key)
@@ -159,7 +165,14 @@ class OptimizerPart:
         restore.shared = lambda: placer.value(node)
         plan.later(Phase.OPTIMIZERS, lambda: self._apply(restore))
 
-    def _report(self, plan: RestorePlan, stored: g.SavedGroups, texts: list[str], live: list[list[str]]) -> None:
+    def _report(
+        self,
+        plan: RestorePlan,
+        stored: g.SavedGroups,
+        texts: list[str],
+        live: list[list[str]],
+        saved_keys: set[str],
+    ) -> None:
         settled = plan.problems if plan.strict else plan.changes
         if texts:
             there = {name for group in stored.groups for name in group.names}
@@ -168,7 +181,7 @@ class OptimizerPart:
             plan.unexpected += [f"{self.name}/{escape(n)}" for x in stored.groups for n in x.names if n not in now]
             settled += texts
         same_torch = plan.saved.environment.get("torch", torch.__version__) == torch.__version__
-        for sentence, is_sure in g.another_kind(stored, self.obj, g.state_keys(plan.saved, self.name)):
+        for sentence, is_sure in g.another_kind(stored, self.obj, saved_keys):
             # A new release of torch may bring an option; which one, nothing here can tell.
             (settled if is_sure or same_torch else plan.changes).append(f"{self.name}: {sentence}")
         options = {key for group in self.obj.param_groups for key in group}

@@ -15,7 +15,7 @@ import torch
 from ckpt.capture import composite
 from ckpt.capture.base import RestorePlan, Target, TensorInfo
 from ckpt.capture.rebuild import decode_with, here, marked, stored_tensor
-from ckpt.capture.tensors import DTYPES, allocate, dense_strides
+from ckpt.capture.tensors import DTYPES, allocate, saved_strides
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.values import Json, spell
 
@@ -70,7 +70,7 @@ class Placer:
         if home.type != device.type or (device.index is not None and home.index != device.index):
             return False
         if info.shape:
-            strides = dense_strides(info.shape, info.dim_order)
+            strides = saved_strides(info)
             if live.stride() != strides and not _same_order(info.shape, live.stride(), strides):
                 return False
         # Two names that share memory now and did not when saved would overwrite each other.

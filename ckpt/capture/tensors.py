@@ -6,6 +6,7 @@ A dim order lists a dense tensor's dimensions from the slowest to the fastest va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,12 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int] | None = None) 
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
+
+
+@functools.lru_cache(4096)
+def saved_strides(info: TensorInfo) -> tuple[int, ...]:
+    """The strides a saved tensor had; few layouts, each met by many tensors."""
+    return dense_strides(info.shape, info.dim_order)
 
 
 def order_of_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
@@ -53,8 +60,7 @@ def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def allocate(info: TensorInfo, device: torch.device | str = "cpu") -> torch.Tensor:
     """An uninitialised tensor of the saved dtype, shape and dim order."""
-    strides = dense_strides(info.shape, info.dim_order)
-    return torch.empty_strided(info.shape, strides, dtype=DTYPES[info.dtype], device=device)
+    return torch.empty_strided(info.shape, saved_strides(info), dtype=DTYPES[info.dtype], device=device)
 
 
 def has_zero_strides(tensor: torch.Tensor) -> bool:
@@ -69,17 +75,6 @@ def owns_storage(tensor: torch.Tensor) -> bool:
         and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         and not has_zero_strides(tensor)
     )
-
-
-def in_place_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of `tensor` as a 1-d uint8 view, or None where bytes may not be read or written directly.
-
-    Only a CPU tensor with row-major elements qualifies. A conjugate or negative view does not: its memory holds other
-    bits than its elements.
-    """
-    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        return None
-    return _flat_bytes(tensor.detach())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

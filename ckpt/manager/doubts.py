@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from ckpt.capture.base import Part
+from ckpt.capture.objects import ObjectPart
 from ckpt.capture.state import Registry
+from ckpt.data.loader import ResumableLoader
 
 
 def watch(registry: Registry, state: Mapping[str, Any] | None) -> Callable[[], list[str]]:
@@ -35,6 +38,11 @@ def watch(registry: Registry, state: Mapping[str, Any] | None) -> Callable[[], l
         return found
 
     return look
+
+
+def draws_when_iterated(part: Part) -> bool:
+    """True for a registered loader or stream whose iterator may draw from the global RNG as it is made."""
+    return isinstance(part, ObjectPart) and part.kind == "loader" and not isinstance(part.obj, ResumableLoader)
 
 
 def _is_scaler(obj: Any) -> bool:

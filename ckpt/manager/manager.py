@@ -130,8 +130,9 @@ class CheckpointManager(ManagerBase):
 
         Values and RNG are applied only after all bytes were found good. Raises NotCommittedError,
         CorruptCheckpointError (none is sound: never a silent fresh start), StateMismatchError and
-        UnsupportedFormatError (nothing changed), StorageUnavailableError, LockedError; ValueError and TypeError for
-        wrong arguments.
+        UnsupportedFormatError (nothing changed; only where the bytes are refused by an object's own load, which comes
+        last, others hold the step already, and nothing is saved before the next resume), StorageUnavailableError,
+        LockedError; ValueError and TypeError for wrong arguments.
         """
         request = resuming.check_request(step, self._options)
         keep = check_override(override)

@@ -18,7 +18,7 @@ from ckpt.manager import doubts, resuming
 from ckpt.manager.looping import remembers
 from ckpt.manager.options import Options
 from ckpt.manager.reports import Receipt, differences, environment
-from ckpt.manager.resuming import Choice, Resumed
+from ckpt.manager.resuming import Candidates, Resumed
 from ckpt.manager.session import Session
 from ckpt.storage.open import open_storage
 
@@ -48,6 +48,7 @@ class Restorer:
         self._options = options
         self._plan: RestorePlan | None = None
         self._rng_pending = False
+        self._late = True  # whether RNG was put back after iterators were made, or nothing needs it
         self._unsure: Callable[[], list[str]] | None = None  # looks, once, whether the restored state is in use
         self.broken: BaseException | None = None  # what left the live state half overwritten
         self.watched: Mapping[str, Any] | None = None  # the caller's own mapping of what was registered
@@ -76,7 +77,7 @@ class Restorer:
             self.broken = error if touched[0] else self.broken
             raise
         self.broken = None
-        self._plan, self._rng_pending = resumed.plan, True
+        self._plan, self._rng_pending, self._late = resumed.plan, True, False
         self._unsure = doubts.watch(self._registry, self.watched)
         self._place(session, choice, resumed, foreign)
         self.receipt = self._written(storage.url, resumed)
@@ -86,18 +87,18 @@ class Restorer:
 
     def _fresh(self, session: Session) -> int:
         session.adopt(None, None, Line())
-        self._plan, self._rng_pending, self._unsure = None, False, None
+        self._plan, self._rng_pending, self._late, self._unsure = None, False, True, None
         now = environment()
         self.receipt = Receipt(0, None, (), (), (), (), None, this_process().world_size, "fresh start", {}, now)
         log.info("nothing is committed in %s: a fresh start", session.storage.url)
         points.reach("resume.done")
         return 0
 
-    def _place(self, session: Session, choice: Choice, resumed: Resumed, foreign: bool) -> None:
+    def _place(self, session: Session, choice: Candidates, resumed: Resumed, foreign: bool) -> None:
         run = None if foreign else resumed.stored.manifest.run
         session.adopt(run, resumed.folder, choice.line)
         session.damaged |= resumed.damaged
-        session.spare = {resumed.folder.name, *resumed.damaged} if not foreign else set()
+        session.protected = {resumed.folder.key, *resumed.damaged} if not foreign else set()
 
     def _written(self, url: str, resumed: Resumed) -> Receipt:
         record = resumed.stored.manifest
@@ -133,6 +134,7 @@ class Restorer:
     def restore_rng(self) -> None:
         """Puts the resumed random state back once more; no-op when nothing was resumed."""
         if self._plan is not None:
+            self._late = True
             self._plan.apply({Phase.RNG})
 
     def restore_rng_once(self) -> None:
@@ -145,19 +147,41 @@ class Restorer:
         """Tells, in the log and the receipt, of a loader whose position was not brought back."""
         if loader is None or self.receipt is None or self.receipt.path is None:
             return
-        if any(obj is loader for obj in self._registry.objects.values()):
+        if any(obj is loader for obj in self._registry.all_objects().values()):
             return
         why = "is not registered" if remembers(loader) else "cannot tell its position"
         reason = f"the loader {why}: the data starts over at its beginning"
         log.warning("%s; use a ckpt.ResumableLoader and register it", reason)
+        self._add_reason(reason)
+
+    def _add_reason(self, reason: str) -> None:
+        assert self.receipt is not None
         before = self.receipt.exactness
         if reason not in before:
             after = f"{before}; {reason}" if before.startswith("changed: ") else f"changed: {reason}"
             self.receipt = replace(self.receipt, exactness=after)
 
+    def _settle_rng(self) -> None:
+        """The run has gone on from the resumed step: putting its random numbers back now would repeat them."""
+        self._rng_pending = False
+        if self._late:
+            return
+        self._late = True
+        names = [name for name, part in self._registry.all_parts().items() if doubts.draws_when_iterated(part)]
+        if names:
+            reason = f"an iterator of {', '.join(names)} that may have been made after RNG was restored"
+            log.warning(
+                "the receipt counts %s: iterate through manager.loop or manager.batches, or call manager.restore_rng() "
+                "after iter()",
+                reason,
+            )
+            self._add_reason(reason)
+
     def check_before_save(self, step: int) -> None:
         """Refuses to save state that a failed resume left half overwritten; at the first new step after a resume, warns
         of restored state that seems not to be what the run uses."""
+        if self.receipt is not None and self.receipt.path is not None and step > self.receipt.step:
+            self._settle_rng()
         if self._unsure is not None and self.receipt is not None and step != self.receipt.step:
             look, self._unsure = self._unsure, None
             for sentence in look():
