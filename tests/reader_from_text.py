@@ -211,9 +211,8 @@ def line(root: str) -> dict[int, str]:
         return {}
     run = max(steps.values(), key=lambda m: (m["incarnation"], m["step"]))["run"]
     mine = {folder: m for folder, m in steps.items() if m["run"] == run}
-    on: dict[int, str] = {}
     saves = [(m["incarnation"], m["step"]) for m in mine.values()]
-    at, most = max(saves)
+    (at, most), on = max(saves), dict[int, str]()
     while True:
         saved = {folder: m for folder, m in mine.items() if m["incarnation"] == at}
         on = {m["step"]: folder for folder, m in sorted(saved.items()) if m["step"] <= most} | on

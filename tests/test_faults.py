@@ -180,7 +180,7 @@ def test_a_failed_cleanup_never_fails_a_durable_save(
 def test_an_error_that_is_not_ours_in_the_writer_is_translated_and_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt.manager import session
+    from ckpt.manager import encoding
 
     tiny = Tiny(1)
     with manager(tmp_path, tiny) as made:
@@ -188,7 +188,7 @@ def test_an_error_that_is_not_ours_in_the_writer_is_translated_and_not_lost(
         def broken(*_: object) -> bytes:
             raise ValueError("a bug of ours")
 
-        monkeypatch.setattr(session, "_index", broken)
+        monkeypatch.setattr(encoding, "index_of", broken)
         made.save(1)
         error = failure(made.wait)
         assert error.step == 1 and "a bug of ours" in str(error) and isinstance(error.__cause__, ValueError)

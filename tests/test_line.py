@@ -228,3 +228,35 @@ def test_planted_steps_of_another_run_do_not_move_the_incarnation_backwards(tmp_
     plant(tmp_path, make_manifest(step=0, incarnation=1, run="c" * 32), "other")
     write_steps(tmp_path, 2)
     assert max(f.manifest.incarnation for f in scan(tmp_path).steps) == 2
+
+
+def test_going_back_to_an_abandoned_step_makes_its_branch_the_line_again(tmp_path: Path) -> None:
+    from manager_support import Tiny, manager
+
+    write_steps(tmp_path, 100, 200, 300)
+    tiny = Tiny()
+    with manager(tmp_path, tiny, async_save=False, keep_last=None) as made:
+        made.resume(100)
+        made.save(150 if tiny.at(150) else 0)
+    with manager(tmp_path, tiny, async_save=False, keep_last=None) as made:
+        assert made.resume(300) == 300 and tiny.step() == 300
+        assert made.save(300) is False, "it is this line's own"
+        assert made.save(350 if tiny.at(350) else 0) and made.steps() == (100, 200, 300, 350)
+    path = tmp_path / "step-00000350" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert resumed(tmp_path) == 300, "the step before it is the one it came from"
+
+
+def test_going_back_to_an_abandoned_step_saves_again_what_only_the_other_branch_had(tmp_path: Path) -> None:
+    from manager_support import Tiny, manager
+
+    write_steps(tmp_path, 100, 300)
+    tiny = Tiny()
+    with manager(tmp_path, tiny, async_save=False, keep_last=None) as made:
+        made.resume(100)
+        made.save(310 if tiny.at(310) else 0)
+    with manager(tmp_path, tiny, async_save=False, keep_last=None) as made:
+        assert made.resume(300) == 300
+        assert made.save(310 if tiny.at(310) else 0) is True
+        assert made.steps() == (100, 300, 310)
+    assert {(f.step, f.manifest.incarnation) for f in scan(tmp_path).steps} == {(100, 1), (300, 1), (310, 3)}

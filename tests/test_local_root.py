@@ -211,6 +211,19 @@ def test_no_room_is_its_own_error_with_bytes_needed_and_free(
     assert "5,000" in str(error) and error.hint
 
 
+def test_where_the_library_has_no_fallocate_files_are_written_without(
+    local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bare:
+        """A C library with nothing beyond POSIX."""
+
+    monkeypatch.setattr(rawfile, "_libc", Bare())
+    local.make_folder("a")
+    local.write_new("a/f", b"x" * 5000)
+    assert local.read("a/f", 9000) == b"x" * 5000
+    assert local.publish("a", "b")
+
+
 def test_an_fsync_that_fails_fails_the_write(local: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """DUR-05: a failed fsync is an error, and is not tried again."""
     calls: list[int] = []

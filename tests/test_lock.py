@@ -13,7 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manager_support import Tiny, die, failure, folders, in_child, manager, resumed, scan, wait_for, write_steps
+from manager_support import (
+    Tiny,
+    die,
+    failure,
+    folders,
+    in_child,
+    make_manifest,
+    manager,
+    plant,
+    resumed,
+    scan,
+    wait_for,
+    write_steps,
+)  # fmt: skip
 
 from ckpt.commit.lock import RootLock
 from ckpt.errors import CheckpointError, LockedError, StorageUnavailableError
@@ -296,3 +309,29 @@ def test_a_writer_that_finds_a_newer_incarnation_stops_with_locked_error(
     assert isinstance(error, CheckpointError)
     old.close()
     new.close()
+
+
+def test_a_run_that_another_process_began_beside_ours_stops_us_at_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fresh runs in one empty root, where no lock reaches: the one acknowledged first stays the newest."""
+    monkeypatch.setattr(RootLock, "acquire", lambda self, timeout: None)
+    tinies = Tiny(10), Tiny(5)
+    late, first = (manager(tmp_path, tiny, async_save=False) for tiny in tinies)
+    late.resume()
+    first.resume()
+    late._session.begin(10, True)
+    assert first.save(5)
+    error = failure(lambda: late.save(10), LockedError)
+    assert error.step == 5 and "begun another run" in str(error)
+    assert first.save(6 if tinies[1].at(6) else 0) and first.steps() == (5, 6)
+    assert resumed(tmp_path) == 6
+    late.close()
+    first.close()
+
+
+def test_steps_of_other_runs_that_were_there_before_ours_do_not_stop_us(tmp_path: Path) -> None:
+    write_steps(tmp_path, 71)
+    plant(tmp_path, make_manifest(step=70, incarnation=0, run="c" * 32), "theirs")
+    write_steps(tmp_path, 72, 73)
+    assert resumed(tmp_path) == 73

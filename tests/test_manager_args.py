@@ -301,6 +301,7 @@ def test_every_public_name_of_a_manager_is_in_the_contract() -> None:
         "register", "save", "resume", "loop", "batches", "restore_rng", "wait", "close", "should_stop",
         "should_stop_at",
         "steps", "latest_step", "best_step", "pin", "unpin", "last_save", "receipt", "root",
+        "skipped_saves",
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from manager_support import (
 )  # fmt: skip
 
 from ckpt import CheckpointManager, StateDict
+from ckpt.commit.lock import RootLock
 from ckpt.errors import (
     CheckpointError,
     CommitUnknown,
@@ -256,7 +257,9 @@ def test_with_skip_a_busy_save_is_skipped_and_counted_and_force_waits(
         caplog.clear()
         assert made.save(2) is False and made.save(3) is False
         told = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
-        assert len(told) == 2 and "2 skipped so far" in told[1]
+        assert len(told) == 2 and "2 skipped so far" in told[1] and made.skipped_saves == 2
+        with pytest.raises(AttributeError):
+            made.skipped_saves = 0  # type: ignore[misc]
         threading.Timer(0.05, gate.open.set).start()
         assert made.save(4, force=True) is True
     assert made.steps() == (1, 4)
@@ -273,3 +276,24 @@ def test_a_save_that_waits_too_long_is_a_deadline_error_and_the_one_in_flight_go
         made._writer.idle(30)
         assert made.save(2)
     assert made.steps() == (1, 2)
+
+
+def test_a_run_that_another_one_has_overtaken_is_told_so_even_where_failures_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of the lock are always raised: the run would go on for good without a checkpoint."""
+    monkeypatch.setattr(RootLock, "acquire", lambda self, timeout: None)
+    tinies = Tiny(1), Tiny(1)
+    old, new = manager(tmp_path, tinies[0], on_failure="warn"), manager(tmp_path, tinies[1], async_save=False)
+    old.save(1)
+    old.wait()
+    new.resume()
+    new.save(2 if tinies[1].at(2) else 0)
+    for step in (3, 4):
+        assert old.save(step if tinies[0].at(step) else 0)
+        assert failure(old.wait, LockedError).step == 2
+        assert old.last_save is not None and isinstance(old.last_save.error, LockedError)
+    old.save(5 if tinies[0].at(5) else 0)
+    failure(old.close, LockedError)
+    new.close()
+    assert resumed(tmp_path) == 2

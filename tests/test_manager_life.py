@@ -22,7 +22,7 @@ from manager_support import (
 )  # fmt: skip
 
 from ckpt import CheckpointManager, StateDict, points
-from ckpt.errors import CheckpointError, ClosedError, DeadlineError, LockedError, StorageUnavailableError
+from ckpt.errors import ClosedError, DeadlineError, LockedError, StorageUnavailableError
 
 pytestmark = pytest.mark.full
 

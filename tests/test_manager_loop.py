@@ -237,6 +237,60 @@ def test_accumulation_inside_the_body_counts_optimizer_steps_and_samples_apart(t
     assert train(tmp_path / "b", 2) + train(tmp_path / "b", 4) == whole
 
 
+@pytest.mark.parametrize("how", ["nothing", "save", "saved before"])
+def test_save_last_after_a_break_saves_only_what_is_a_steps_state(tmp_path: Path, how: str) -> None:
+    """A break leaves the loader behind the batch of a step that is not done: saved as the step before, the batch would
+    be lost to the next process."""
+    loader = ResumableLoader(list(range(40)), 2, seed=1)
+    whole = [batch.tolist() for batch in loader][:8]
+
+    def run(stop: int) -> list[list[int]]:
+        loader = ResumableLoader(list(range(40)), 2, seed=1)
+        every = 1 if how == "saved before" else 100
+        made = CheckpointManager(tmp_path, {"loader": loader}, save_every_steps=every, keep_last=None)
+        seen = []
+        for step, batch in made.loop(8, loader):
+            if step == stop and how != "save":
+                break
+            seen.append(batch.tolist())
+            if step == stop:
+                made.save(step)
+                break
+        if how == "nothing" and stop < 9:
+            error = failure(lambda: made.close(save_last=True))
+            assert error.stage == "close" and error.step == stop - 1 and f"step {stop}" in str(error)
+            assert made.steps() == ()
+            return []
+        made.close(save_last=True)
+        return seen
+
+    assert run(5) + run(9) == whole
+    assert resumed_loader(tmp_path) == 8
+
+
+def resumed_loader(root: Path) -> int:
+    with CheckpointManager(root, {"loader": ResumableLoader(list(range(40)), 2, seed=1)}) as made:
+        return made.resume()
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_second_loop_yields_the_step_that_was_left_with_its_batch_and_loses_none(tmp_path: Path, done: bool) -> None:
+    loader = ResumableLoader(list(range(40)), 2, seed=1)
+    whole = [batch.tolist() for batch in loader][:8]
+    loader = ResumableLoader(list(range(40)), 2, seed=1)
+    seen = {}
+    with CheckpointManager(tmp_path, {"loader": loader}, save_every_steps=100) as made:
+        for stop in (3, 4, 9):
+            for step, batch in made.loop(8, loader):
+                assert step not in seen or not done
+                seen[step] = batch.tolist()
+                if step == stop:
+                    if done:
+                        made.save(step)
+                    break
+    assert list(seen.values()) == whole and resumed_loader(tmp_path) == 8
+
+
 # Accumulation windows
 
 

@@ -251,3 +251,22 @@ def test_another_thread_count_is_told_in_exactness(tmp_path: Path) -> None:
             assert made.receipt.exactness.startswith("changed: ")
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_that_the_newest_step_is_damaged_is_told_also_when_the_one_taken_is_another_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    write_steps(root, 100)
+    write_steps(other, 100)
+    write_steps(other, 150)
+    shutil.copytree(other / "step-00000150", root / "step-00000150")
+    if whole:
+        assert resumed(root) == 150
+    (root / "step-00000150" / "rank-00000.safetensors").unlink()
+    caplog.clear()
+    with manager(root) as made:
+        assert made.resume() == 100
+        assert made.receipt is not None and [step for step, _ in made.receipt.skipped] == [150]
+    assert len(warnings(caplog)) == 1 and "150" in warnings(caplog)[0]

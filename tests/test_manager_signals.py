@@ -204,3 +204,24 @@ def test_a_gate_in_the_writer_does_not_stop_the_body(tmp_path: Path) -> None:
                 assert made.steps() == ()
                 gate.open.set()
     assert made.steps() == (2, 4)
+
+
+def test_a_manager_collected_on_another_thread_leaves_signals_to_whom_they_belonged(tmp_path: Path) -> None:
+    """Only the main thread can take a handler away: ours stays until its signal comes, and stands for the one before."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        made = manager(tmp_path, on_signal=("SIGUSR1",))
+        made.resume()
+        ending = made._ending
+        helper = threading.Thread(target=ending.finalise)
+        helper.start()
+        helper.join()
+        made._end.detach()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [signal.SIGUSR1] and not made.should_stop
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(got) == 2
+        assert not made._session.lock.held
+    finally:
+        signal.signal(signal.SIGUSR1, before)

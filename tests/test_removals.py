@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from manager_support import (
     at_point,
     debris,
     die,
+    failure,
     faults,
     folders,
     in_child,
@@ -23,6 +25,8 @@ from manager_support import (
 
 from ckpt import points
 from ckpt.commit.retention import sweep
+from ckpt.commit.roster import Scanner
+from ckpt.errors import CommitUnknown, NotCommittedError, OutOfSpaceError
 from ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.full
@@ -148,3 +152,117 @@ def test_the_newest_has_one_name_after_four_crashes(tmp_path: Path) -> None:
         assert folders(tmp_path) == [f"step-{cycle:08d}"]
         in_child(lambda: (manager(tmp_path).resume(), die()), killed=True)
         assert resumed(tmp_path, "latest") == cycle
+
+
+# Which steps count
+
+
+def flip(root: Path, step: int) -> None:
+    path = root / f"step-{step:08d}" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_sound_step_under_the_number_of_a_damaged_one_is_kept_like_any_other(tmp_path: Path) -> None:
+    """Damage is a save's, not a name's: the step that took the damaged one's number is best, and every hundredth."""
+    write_steps(tmp_path, 100, 200, 300)
+    flip(tmp_path, 300)
+    policy: dict[str, Any] = dict(keep_last=2, keep_every=100, keep_best=1, monitor="loss")
+    with manager(tmp_path, async_save=False, **policy) as made:
+        assert made.resume() == 200
+        for step in (250, 300, 310, 320, 330, 340):
+            made.save(step, metrics={"loss": 0.1 if step == 300 else 5.0})
+        assert made.best_step == 300 and made.steps() == (100, 200, 300, 330, 340)
+
+
+def test_steps_whose_commit_is_unknown_count_for_nothing_and_take_no_durable_ones_place(tmp_path: Path) -> None:
+    """I5: two commits in a row cannot be confirmed, then the disk is full: the confirmed steps are all there."""
+    with manager(tmp_path, keep_last=2) as made, faults() as fault:
+        for step in (50, 100):
+            made.save(step)
+            made.wait()
+        fault.only = lambda path: path == ""
+        for step in (200, 300):
+            fault.arm("sync_folder")
+            made.save(step)
+            failure(made.wait, CommitUnknown)
+        fault.off()
+        free, made._storage.free_bytes = made._storage.free_bytes, lambda: 0  # type: ignore[method-assign]
+        made.save(400)
+        failure(made.wait, OutOfSpaceError)
+        assert made.steps() == (50, 100, 200, 300)
+        made._storage.free_bytes = free  # type: ignore[method-assign]
+        made.save(500)
+        made.wait()
+        assert made.steps() == (100, 200, 300, 500), "the two newest durable ones, and those that may be"
+        made.save(600)
+        made.wait()
+        assert made.steps() == (500, 600)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pin_of_a_step_that_retention_takes_away_meanwhile_is_refused_and_leaves_no_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    replace = LocalStorage.replace
+    with manager(tmp_path, keep_last=1, async_save=False) as made:
+        made.save(1)
+
+        def meanwhile(self: LocalStorage, path: str, data: bytes) -> None:
+            if before:
+                made.save(2)
+            replace(self, path, data)
+            if not before:
+                made.save(2)
+
+        monkeypatch.setattr(LocalStorage, "replace", meanwhile)
+        if before:
+            assert failure(lambda: manager(tmp_path).pin(1), NotCommittedError).step == 1
+            assert made.steps() == (2,)
+        else:
+            manager(tmp_path).pin(1)
+            assert made.steps() == (1, 2)
+        assert os.listdir(tmp_path / "pins") == ([] if before else ["step-00000001.json"])
+
+
+def test_pins_are_read_again_before_each_single_removal(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 2, 3)
+    with manager(tmp_path, keep_last=1, async_save=False) as made:
+        made.resume()
+        points.install(at_point("remove.done", lambda: manager(tmp_path).pin(2)))
+        made.save(4)
+        points.install(None)
+        assert made.steps() == (2, 4)
+
+
+def test_a_save_looks_over_the_root_once_and_its_caller_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_steps(tmp_path, 1)
+    (tmp_path / ".tmp-step-00000002-dead").mkdir()
+    scans: list[str] = []
+    removed: list[str] = []
+    scan, remove = Scanner.scan, LocalStorage.remove_folder
+
+    def scanned(self: Scanner) -> Any:
+        scans.append(threading.current_thread().name)
+        return scan(self)
+
+    def removing(self: LocalStorage, folder: str, **options: Any) -> None:
+        removed.append(f"{threading.current_thread().name} {folder[:5]}")
+        remove(self, folder, **options)
+
+    monkeypatch.setattr(Scanner, "scan", scanned)
+    monkeypatch.setattr(LocalStorage, "remove_folder", removing)
+    with manager(tmp_path, keep_last=1) as made:
+        made.resume()
+        scans.clear()
+        made.save(2)
+        made.wait()
+        assert removed == ["ckpt-writer .tmp-", "ckpt-writer .tras"]
+        assert sorted(scans) == ["MainThread", "ckpt-writer"], "of the beginning, and of the commit"
+        made.save(3)
+        made.wait()
+        assert scans[2:] == ["ckpt-writer"]
+        assert folders(tmp_path) == ["step-00000003"]

@@ -9,19 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager_support import (
-    Tiny,
-    at_point,
-    contents,
-    debris,
-    die,
-    faults,
-    folders,
-    in_child,
-    make_manifest,
-    manager,
-    parent_of,
-    plant,
-    resumed,
+    Tiny, at_point, contents, debris, die, faults, folders, in_child, make_manifest, manager, parent_of, plant, resumed,
     write_steps,
 )  # fmt: skip
 

@@ -38,6 +38,8 @@ class Signals:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._over and number not in self._before:
+            return  # removed, and called by a handler that was set over ours
         if self._over or os.getpid() != self._pid or (self.received is not None and number == signal.SIGINT):
             before = self._before.get(number)
             signal.signal(number, before if before is not None else signal.SIG_DFL)
