@@ -207,7 +207,7 @@ def test_a_gate_in_the_writer_does_not_stop_the_body(tmp_path: Path) -> None:
 
 
 def test_a_manager_collected_on_another_thread_leaves_signals_to_whom_they_belonged(tmp_path: Path) -> None:
-    """Only the main thread can take a handler away: ours stays until its signal comes, and stands for the one before."""
+    """Only the main thread can take a handler away: ours stays until a signal comes and stands for the one before."""
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:

@@ -226,6 +226,19 @@ def test_a_pin_of_a_step_that_retention_takes_away_meanwhile_is_refused_and_leav
         assert os.listdir(tmp_path / "pins") == ([] if before else ["step-00000001.json"])
 
 
+def test_a_pin_set_while_retention_is_choosing_is_seen(tmp_path: Path) -> None:
+    """Pins are reread just before a removal."""
+    with manager(tmp_path, keep_last=1, async_save=False) as made:
+        made.resume()
+        made.save(1)
+        points.install(at_point("retention.begin", lambda: manager(tmp_path).pin(1)))
+        try:
+            made.save(2)
+        finally:
+            points.install(None)
+        assert made.steps() == (1, 2)
+
+
 def test_pins_are_read_again_before_each_single_removal(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2, 3)
     with manager(tmp_path, keep_last=1, async_save=False) as made:

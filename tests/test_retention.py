@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager_support import (
-    Tiny, at_point, contents, debris, die, faults, folders, in_child, make_manifest, manager, parent_of, plant, resumed,
+    Tiny,
+    at_point,
+    contents,
+    debris,
+    die,
+    faults,
+    folders,
+    in_child,
+    make_manifest,
+    manager,
+    parent_of,
+    plant,
+    resumed,
     write_steps,
 )  # fmt: skip
 
@@ -244,19 +256,6 @@ def test_pinned_steps_stay_also_when_pinned_beside_the_run(tmp_path: Path) -> No
         made.unpin(1)
         made.save(4)
         assert made.steps() == (4,)
-
-
-def test_a_pin_set_while_retention_is_choosing_is_seen(tmp_path: Path) -> None:
-    """Pins are reread just before a removal."""
-    with manager(tmp_path, keep_last=1, async_save=False) as made:
-        made.resume()
-        made.save(1)
-        points.install(at_point("retention.begin", lambda: manager(tmp_path).pin(1)))
-        try:
-            made.save(2)
-        finally:
-            points.install(None)
-        assert made.steps() == (1, 2)
 
 
 def test_the_step_resumed_from_stays_until_keep_last_newer_ones_exist(tmp_path: Path) -> None:
