@@ -218,7 +218,8 @@ def _add_parameters(module: nn.Module, prefix: str, found: list[tuple[str, nn.Pa
 
 class ModulePart:
     """values: "extra" (what is no tensor, by fqn), "frozen" (fqns without requires_grad), "metadata" (of custom ones),
-    "averages" ([fqn, fingerprints of the functions by attribute] of each AveragedModel); each only where there is any.
+    "averages" ([fqn, fingerprints of the functions by attribute] of each AveragedModel that was given functions); each
+    only where there is any.
     """
 
     kind = "module"
@@ -259,8 +260,9 @@ class ModulePart:
             values["metadata"] = into.encode(metadata, (self.name, "metadata"))
         if frozen:
             values["frozen"] = frozen
-        if found.averages:
-            values["averages"] = [[fqn, averaging(module)] for fqn, module in found.averages]
+        averages = [[fqn, functions] for fqn, module in found.averages if (functions := averaging(module))]
+        if averages:
+            values["averages"] = averages
         if extra:
             values["extra"] = members(extra)
         into.parts[self.name] = {"kind": self.kind}

@@ -68,8 +68,8 @@ def _compare_averages(name: str, found: Walk, values: Mapping[str, Json], plan: 
     rows = values.get("averages")
     saved = {row[0]: row[1] for row in rows if _is_row(row)} if isinstance(rows, list) else {}
     for fqn, module in found.averages:
-        then, now = saved.get(fqn), averaging(module)
-        for key in sorted({*then, *now}) if then is not None else ():
+        then, now = saved.get(fqn, {}), averaging(module)
+        for key in sorted({*then, *now}):
             if key in then and key in now:
                 changed = difference(then[key], fingerprint(getattr(module, key)))
             else:
@@ -98,7 +98,7 @@ def _plan_frozen(name: str, found: Walk, frozen: set[str], plan: RestorePlan) ->
     for fqn, value in entries:
         if isinstance(value, torch.Tensor) and value.requires_grad == (fqn in frozen) and is_parameter(value):
             if plan.saved.info(f"{name}/{escaped(fqn)}") is not None:
-                changed.append((fqn, value))
+                changed.append((fqn, value))  # pyright: ignore[reportArgumentType]
     if not changed:
         return
     shown = ", ".join(f"{fqn} ({'frozen' if fqn in frozen else 'trained'})" for fqn, _ in changed[:10])

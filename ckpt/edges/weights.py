@@ -156,9 +156,10 @@ def _inside_average(saved: SavedState, model: nn.Module, name: str) -> nn.Module
     import torch
     from torch import nn
 
-    values = saved.values.get(name)
-    averages = values.get("averages") if isinstance(values, dict) else None
-    if not averages or averages[0][0] != "" or is_average(unwrap(model)):
+    is_module = saved.parts.get(name, {}).get("kind") == "module"
+    names = set(_short(name, _names(saved, name))) if is_module else set()
+    inside = all(fqn.startswith("module.") for fqn in names - {"n_averaged"})
+    if "n_averaged" not in names or not inside or is_average(unwrap(model)):
         return model
     place = nn.Module()
     place.register_buffer("n_averaged", torch.zeros((), dtype=torch.long))
