@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
 def _devices() -> list[str]:
     names = [f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"]
     # Asking an accelerator that this process has not used would initialise it, which takes memory and time.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         names += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return names
 
