@@ -48,7 +48,9 @@ class CheckpointError(Exception):
         free: int | None = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(message if hint is None or hint in message else f"{message} {hint}")
+        if hint is not None and hint not in message:
+            message = message.rstrip() + ("" if message.rstrip()[-1:] in ".!?:" else ".") + f" {hint}"
+        super().__init__(message)
         self.step = step
         self.path = path
         self.stage = stage

@@ -99,13 +99,13 @@ def make_debris(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     (root / ".tmp-step-00000001-a").mkdir()
     (root / ".tmp-step-00000001-a" / "rank-00000.safetensors").write_text("half")
-    (root / ".tmp-empty").mkdir()
-    (root / ".tmp-file").write_text("")
-    (root / ".tmp-link").symlink_to(root.parent)
-    (root / ".tmp-dangling").symlink_to("nowhere")
-    os.mkfifo(root / ".tmp-fifo")
+    (root / ".tmp-step-00000002-empty").mkdir()
+    (root / ".tmp-step-00000003-file").write_text("")
+    (root / ".tmp-step-00000004-link").symlink_to(root.parent)
+    (root / ".tmp-step-00000005-dangling").symlink_to("nowhere")
+    os.mkfifo(root / ".tmp-step-00000006-fifo")
     (root / ".trash-step-00000001-b" / "inner" / "most").mkdir(parents=True)
-    (root / ".trash-loop").symlink_to(".trash-loop")
+    (root / ".trash-step-00000002-loop").symlink_to(".trash-step-00000002-loop")
 
 
 def test_debris_of_every_shape_is_swept_and_never_stops_a_run(tmp_path: Path) -> None:
@@ -122,12 +122,14 @@ def test_debris_that_cannot_be_removed_is_a_warning(tmp_path: Path, caplog: pyte
     """RET-11: start-up cleanup never stops a run."""
     make_debris(tmp_path)
     with faults() as fault:
-        fault.only = lambda path: path.startswith((".tmp-e", ".trash-l"))
+        fault.only = lambda path: path.endswith(("-empty", "-loop"))
         fault.arm("remove_folder", sticky=True, code=errno.EACCES)
         write_steps(tmp_path, 1)
-    assert sorted(debris(tmp_path)) == [".tmp-empty", ".trash-loop"]
+    assert sorted(debris(tmp_path)) == [".tmp-step-00000002-empty", ".trash-step-00000002-loop"]
     assert all("could not remove" in text for text in warnings(caplog))
-    assert sweep(LocalStorage(str(tmp_path)), debris(tmp_path), spare=[".trash-loop"]) == [".tmp-empty"]
+    assert sweep(LocalStorage(str(tmp_path)), debris(tmp_path), spare=[".trash-step-00000002-loop"]) == [
+        ".tmp-step-00000002-empty"
+    ]
 
 
 def test_a_best_step_that_is_gone_is_no_error_and_ids_are_relative_to_the_root(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def test_the_roster_tells_committed_damaged_debris_and_foreign_apart(tmp_path: P
     (plant(tmp_path, make_manifest(step=3)) / "rank-00000.json").unlink()
     (plant(tmp_path, make_manifest(step=4)) / "rank-00000.json").write_bytes(b"longer")
     (plant(tmp_path, make_manifest(step=5)) / "manifest.json").write_bytes(b"{}")
-    (tmp_path / "step-00000006").mkdir()
+    (plant(tmp_path, make_manifest(step=6)) / "manifest.json").unlink()
+    (tmp_path / "step-00000010").mkdir()
+    (tmp_path / "step-00000011").mkdir()
+    (tmp_path / "step-00000011" / "model.pt").write_text("of another tool")
     (tmp_path / "step-00000007").write_text("a file")
     (tmp_path / "step-00000008").symlink_to("step-00000001")
     (tmp_path / "step-9").mkdir()
@@ -34,14 +37,15 @@ def test_the_roster_tells_committed_damaged_debris_and_foreign_apart(tmp_path: P
     (tmp_path / ".tmp-step-00000009-x").mkdir()
     (tmp_path / ".trash-step-00000001-x").write_text("")
     (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".tmp-mine").mkdir()
+    (tmp_path / ".trash-bin").mkdir()
     found = scan(tmp_path)
     assert [(folder.step, folder.name) for folder in found.steps] == [(1, "step-00000001"), (2, "my-copy-of-two")]
     kinds = {folder.step: folder.kind for folder in found.damaged}
-    assert kinds == {
-        3: "missing-file", 4: "length", 5: "manifest", 6: "missing-manifest", 7: "not-a-folder", 8: "not-a-folder"
-    }  # fmt: skip
+    assert kinds == {3: "missing-file", 4: "length", 5: "manifest", 6: "missing-manifest"}
     assert found.debris == (".tmp-step-00000009-x", ".trash-step-00000001-x")
-    assert found.foreign == ("logs", "notes.txt", "step-9")
+    others = ("step-00000007", "step-00000008", "step-00000010", "step-00000011", "step-9")
+    assert found.foreign == ("logs", "notes.txt", *others)
 
 
 def test_a_copy_of_a_step_is_the_same_checkpoint_once(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class Collector:
             self._strided(name, tensor)
 
     def _strided(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.is_nested:
+            raise composite.refusal(tensor, name, "a nested tensor has no one shape")
         if name in self.tensors:
             raise composite.refusal(tensor, name, "another value of the state has the same name")
         address = tensor.data_ptr()

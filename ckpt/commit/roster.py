@@ -110,7 +110,7 @@ class Scanner:
         foreign: list[str] = []
         pins: dict[int, Pin] = {}
         for entry in listed:
-            if entry.name.startswith((names.TMP_PREFIX, names.TRASH_PREFIX)):
+            if names.is_debris(entry.name):
                 debris.append(entry.name)
             elif entry.name == names.PINS and entry.kind == "folder":
                 pins = self.pins()
@@ -126,10 +126,7 @@ class Scanner:
 
     def _folder(self, entry: Entry) -> StepFolder | None:
         """The step in `entry`, or None for what is not ours."""
-        named = names.parse_step_name(entry.name) is not None
-        if entry.kind != "folder":
-            return StepFolder(entry.name, None, "it is not a folder", "not-a-folder") if named else None
-        return self.look(entry.name, named)
+        return self.look(entry.name, names.parse_step_name(entry.name) is not None) if entry.kind == "folder" else None
 
     def look(self, name: str, named: bool = True) -> StepFolder | None:
         """The checkpoint in folder `name`; None when there is none and the name (`named`) does not promise one."""
@@ -137,7 +134,7 @@ class Scanner:
         path = f"{prefix}{names.MANIFEST}"
         stat = self.storage.stat(path)
         if stat is None:
-            return StepFolder(name, None, "its manifest is missing", "missing-manifest") if named else None
+            return self._without_manifest(name) if named else None
         cached = self._parsed.get(name)
         if cached is not None and stat.mark and cached[0] == stat.mark:
             manifest = cached[1]
@@ -145,7 +142,7 @@ class Scanner:
             try:
                 data = self.storage.read(path, names.MAX_MANIFEST)
                 if data is None:
-                    return StepFolder(name, None, "its manifest is missing", "missing-manifest") if named else None
+                    return self._without_manifest(name) if named else None
                 manifest = Manifest.parse(data, f"{self.storage.url}/{path}", tables=self._tables)
             except UnsupportedFormatError as error:
                 return StepFolder(name, None, str(error), "unsupported-format", error)
@@ -153,6 +150,13 @@ class Scanner:
                 return StepFolder(name, None, str(error), error.kind) if named else None
             self._parsed[name] = (stat.mark, manifest)
         return self._with_files(name, manifest)
+
+    def _without_manifest(self, name: str) -> StepFolder | None:
+        """A remainder of a checkpoint, or None for somebody else's folder or an empty one, which is no checkpoint's:
+        a run must start beside whatever else stands in its root."""
+        if not any(_is_data(entry) for entry in self.storage.list(name) or ()):
+            return None
+        return StepFolder(name, None, "its manifest is missing", "missing-manifest")
 
     def _with_files(self, name: str, manifest: Manifest) -> StepFolder:
         found = {entry.name: entry for entry in self.storage.list(name) or ()}
@@ -205,14 +209,11 @@ def looks_ours(storage: Storage, folder: str) -> bool:
     listed = storage.list(folder)
     if listed is None:
         return False
-    return all(
-        entry.kind == "file"
-        and (
-            entry.name == names.MANIFEST
-            or (entry.name.startswith("rank-") and entry.name.endswith((".json", ".safetensors")))
-        )
-        for entry in listed
-    )
+    return all(_is_data(entry) or (entry.kind == "file" and entry.name == names.MANIFEST) for entry in listed)
+
+
+def _is_data(entry: Entry) -> bool:
+    return entry.kind == "file" and entry.name.startswith("rank-") and entry.name.endswith((".json", ".safetensors"))
 
 
 def set_pin(storage: Storage, step: int, note: str) -> None:
@@ -221,6 +222,8 @@ def set_pin(storage: Storage, step: int, note: str) -> None:
     Raises NotCommittedError for a step that is not committed, or was removed meanwhile, ValueError for a note of more
     than 1 KiB.
     """
+    if not isinstance(note, str):
+        raise TypeError(f"a pin's note is a str, not {type(note).__name__}")
     if len(note.encode("utf-8", "surrogatepass")) > 1024:
         raise ValueError("a pin's note holds at most 1 KiB")
     scanner = Scanner(storage, tables=False)

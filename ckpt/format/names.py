@@ -30,6 +30,10 @@ MAX_PIN = 4 << 10
 MAX_STEP = 1 << 62
 MAX_INT = (1 << 53) - 1  # larger integers are spelled by a tag, so that every JSON reader gets them right
 
+_DEBRIS = re.compile(
+    r"\.(tmp|trash)-step-[0-9]{8,20}(-[0-9A-Za-z._-]{1,80})?\Z"  # attempts and removals
+    r"|\.(tmp|trash)-.+-[0-9a-f]{16}\Z"  # drafts of small files, removals of renamed folders
+)
 _STEP = re.compile(r"step-([0-9]{8,20})\Z")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
@@ -56,6 +60,11 @@ def index_name(rank: int) -> str:
 
 def data_name(rank: int, number: int = 0) -> str:
     return f"rank-{rank:05d}.safetensors" if number == 0 else f"rank-{rank:05d}-{number}.safetensors"
+
+
+def is_debris(name: str) -> bool:
+    """True for a name that only a dead attempt or removal of ours leaves; others that start with a dot are foreign."""
+    return _DEBRIS.match(name) is not None
 
 
 def is_file_name(name: object) -> bool:

@@ -239,8 +239,8 @@ class Session:
             mine = folder.manifest.world.get("writer") == self._writer_id
             ours = folder.manifest.run == self.run and (older or mine)
         else:
-            uncommitted = folder is not None and folder.unsupported is None
-            ours = uncommitted and looks_ours(self.storage, name)
+            known = folder is None or folder.unsupported is None
+            ours = known and looks_ours(self.storage, name)
         if not ours or step in roster.pins:
             why = "is pinned" if ours else "is not of this run"
             raise StorageUnavailableError(
