@@ -28,7 +28,7 @@ RAW_IO_ALLOWED = {
 # Rooms that move a shared stream of random numbers, each with its reason.
 SEEDING_ALLOWED = {
     "chaos.demo_train": "the script of a training, with a model and augmentation that draw as a user's do",
-    "data.seeding": "a dataset's own augmentation draws from the global streams, seeded per sample and put back"
+    "data.seeding": "a dataset's own augmentation draws from the global streams, seeded per sample and put back",
 }
 # Rooms with a handler of every exception that ends there, each with its reason.
 SWALLOWS_ALLOWED = {
