@@ -27,7 +27,8 @@ def shared(count: int) -> StateDict:
 
 
 CASES: list[tuple[str, int, Callable[[], StateDict], str, Any]] = [
-    ("MAX_INDEX", 1 << 20, lambda: StateDict(blob=bytes(1 << 20)), "its values take about", None),
+    ("MAX_INDEX", 1 << 20, lambda: StateDict(blob=bytes(1 << 20)), "its values and pieces take about", None),
+    ("MAX_INDEX", 300_000, lambda: many(3000), "its values and pieces take about", None),
     ("MAX_NODES", 10_000, lambda: StateDict(items=list(range(10_000))), "single values", None),
     ("MAX_MANIFEST", 100_000, lambda: many(1000), "names and shapes", None),
     ("MAX_TENSORS", 20, lambda: many(21), "21 tensors", "it"),

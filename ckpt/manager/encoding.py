@@ -72,7 +72,7 @@ def check_texts(job: Job) -> None:
     blocks = job.staged.layout.bytes // names.BLOCK + 1
     size = len(job.values) + count * _PIECE + orders * 4 + blocks * 36 + _REST
     nodes = _nodes(job.values) + count * 9 + orders + blocks
-    _check_size("its values", size, nodes, names.MAX_INDEX)
+    _check_size("its values and pieces", size, nodes, names.MAX_INDEX)
     shared = sum(map(len, job.aliases)) + sum(map(len, job.aliases.values()))
     metrics = {key: encode_float(value) for key, value in job.metrics.items()}
     told = jsontext.dump([job.parts, metrics, job.environment])
