@@ -99,6 +99,7 @@ def test_verify_exits_3_on_any_damage_even_when_an_older_step_is_sound(cli: Run,
     code, found = document(cli, "verify", root)
     assert code == 3 and found["ok"] is False and [step["ok"] for step in found["steps"]] == [True, False]
     assert document(cli, "verify", step_dir(root, 10))[0] == 0
+    assert [document(cli, "verify", root, "--step", step)[0] for step in (10, 11)] == [0, 4]
     _, text, _ = cli("verify", root)
     assert "DAMAGED" in text and DATA in text
 

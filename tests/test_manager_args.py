@@ -295,6 +295,12 @@ def test_override_maps_registered_names_to_lists(tmp_path: Path, override: Any) 
         made.resume(override=override)
 
 
+@pytest.mark.parametrize("keys", [3, None, "lr", [3], True])
+def test_an_override_that_lists_no_keys_is_a_type_error_that_says_so(tmp_path: Path, keys: Any) -> None:
+    with manager(tmp_path) as made, pytest.raises(TypeError, match=r"override\['optimizer'\] must be a list of keys"):
+        made.resume(override={"optimizer": keys})
+
+
 def test_every_public_name_of_a_manager_is_in_the_contract() -> None:
     public = {name for name in dir(CheckpointManager) if not name.startswith("_")}
     assert public == {

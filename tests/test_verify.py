@@ -229,3 +229,13 @@ def wrong(spans: list[Span], data: bytes, slice_: int) -> list[int]:
         checker.feed(start, memoryview(data)[start : start + slice_])
     checker.finish()
     return checker.wrong
+
+
+def test_one_step_of_a_root_is_verified_alone(root: Path) -> None:
+    flip(step_dir(root, 20) / DATA, -1)
+    assert [(step.step, step.ok) for step in ckpt.verify(root, step=10).steps] == [(10, True)]
+    assert [(step.step, step.ok) for step in ckpt.verify(root, step=20).steps] == [(20, False)]
+    assert ckpt.verify(step_dir(root, 10), step=10).ok
+    for path in (root, step_dir(root, 10)):
+        with pytest.raises(ckpt.NotCommittedError, match="11"):
+            ckpt.verify(path, step=11)

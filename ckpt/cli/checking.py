@@ -12,8 +12,9 @@ _SHOWN = 8  # findings of one step that are listed; --json has them all
 
 @click.command()
 @click.argument("path")
+@click.option("--step", type=click.IntRange(min=0), help="Only this step, where PATH is a root.")
 @answers
-def verify(path: str) -> Answer:
+def verify(path: str, step: int | None) -> Answer:
     """Read every byte back and compare all digests; a damaged file is named, and the tensor in it.
 
     PATH is a run's root, whose steps are all checked, or one step's folder. Exit code 3 when anything is damaged
@@ -28,7 +29,7 @@ def verify(path: str) -> Answer:
     from ckpt.edges.verifying import verify as check
 
     with bar("verify") as progress:
-        found = check(path, progress=progress)
+        found = check(path, step=step, progress=progress)
     return Answer(found.to_dict(), lambda screen: _draw_verdicts(screen, found), FINE if found.ok else FINDINGS)
 
 

@@ -12,6 +12,8 @@ from ckpt.format import names
 from ckpt.format.manifest import Manifest
 from ckpt.storage.base import Entry, Storage
 
+LOOKS = 10  # at a root whose writer removes what was just listed
+
 
 @dataclass(frozen=True)
 class StepFolder:
@@ -96,11 +98,26 @@ class Scanner:
         self._parsed: dict[str, tuple[tuple[int, ...], Manifest]] = {}
 
     def scan(self) -> Roster:
-        """Raises StorageUnavailableError when the root could not be listed or a manifest could not be read."""
-        listed = self.storage.list()
-        if listed is None:
-            self._parsed.clear()
-            return Roster(False)
+        """Raises StorageUnavailableError when the root could not be listed or a manifest could not be read.
+
+        Beside a live writer, too, whose retention takes away what was just listed: what is not right counts only when
+        the next look finds it wrong in the same way, and so does a root without a step (I5).
+        """
+        before: frozenset[tuple[object, ...]] | None = None
+        roster = Roster(False)
+        for _ in range(LOOKS):
+            listed = self.storage.list()
+            if listed is None:
+                self._parsed.clear()
+                return Roster(False)
+            roster = self._read(listed)
+            doubts = _doubts(listed, roster)
+            if not doubts or (before is not None and doubts <= before):
+                break
+            before = doubts
+        return roster
+
+    def _read(self, listed: Sequence[Entry]) -> Roster:
         # A run that saves for weeks would otherwise hold the table of every step that was ever there.
         for gone in self._parsed.keys() - {entry.name for entry in listed} - {""}:
             del self._parsed[gone]
@@ -185,6 +202,34 @@ class Scanner:
                 note = "(unreadable note)"
             pins[step] = Pin(step, note)
         return pins
+
+
+def _doubts(listed: Sequence[Entry], roster: Roster) -> frozenset[tuple[object, ...]]:
+    """What of a scan could come of a step that was removed while it was looked at."""
+    committed = {folder.name for folder in roster.steps}
+    wrong = {folder.name: (folder.key, folder.kind) for folder in roster.damaged}
+    found: set[tuple[object, ...]] = {
+        (entry.name, entry.mark, *wrong.get(entry.name, ()))
+        for entry in listed
+        if entry.name in wrong
+        or (entry.kind == "folder" and entry.name not in committed and names.parse_step_name(entry.name) is not None)
+    }
+    if not roster.steps and listed:
+        found.add(tuple((entry.name, entry.mark) for entry in listed))
+    return frozenset(found)
+
+
+def stands(storage: Storage, folder: StepFolder) -> bool:
+    """False when the checkpoint was removed, or another took its place, since it was found: what went wrong with it
+    meanwhile is no damage."""
+    prefix = f"{folder.name}/" if folder.name else ""
+    if storage.abilities.renames_folders:
+        if (storage.stat(folder.name) if folder.name else storage.list()) is None:
+            return False
+    elif storage.stat(f"{prefix}{names.MANIFEST}") is None:
+        return False
+    now = Scanner(storage, tables=False).look(folder.name)
+    return now is None or now.manifest is None or folder.manifest is None or now.key == folder.key
 
 
 def _by_order(folder: StepFolder) -> tuple[int, int, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt.commit.attempt import FolderAttempt
 from ckpt.commit.lock import RootLock
 from ckpt.commit.roster import Scanner
-from ckpt.edges.opening import Found, locate, path_of
+from ckpt.edges.opening import Found, path_of, use
 from ckpt.edges.progress import Progress, Told, counted
 from ckpt.edges.verifying import check_step, file_path
 from ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -47,7 +47,10 @@ def copy(source: Any, target: Any, *, step: int | None = None, progress: Progres
     Raises CorruptCheckpointError when the source is damaged, CheckpointError when another step, or a damaged copy of
     this one, is in the way, LockedError, NotCommittedError, StorageUnavailableError.
     """
-    found = locate(source, step=step)
+    return use(source, step, lambda found: _copy(found, target, progress))
+
+
+def _copy(found: Found, target: Any, progress: Progress | None) -> CopyReport:
     full = Scanner(found.storage).look(found.folder.name)
     if full is None or full.manifest is None:
         raise CheckpointError(f"{found.path} is gone.", path=found.path, stage="copy")
@@ -57,7 +60,8 @@ def copy(source: Any, target: Any, *, step: int | None = None, progress: Progres
     manifest = found.storage.read(
         f"{found.folder.name}/{names.MANIFEST}" if found.folder.name else names.MANIFEST, names.MAX_MANIFEST
     )
-    assert manifest is not None
+    if manifest is None:
+        raise CheckpointError(f"{found.path} is gone.", path=found.path, stage="copy")
     record = full.manifest
     if any(entry.source is not None for entry in record.files):
         # What an earlier step's folder holds comes along, so that the copy stands on its own.

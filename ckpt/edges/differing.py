@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.commit.stored import Stored
 from ckpt.edges.arrays import CHUNK, INTEGERS, elements, read_bytes
 from ckpt.edges.leaves import leaves
-from ckpt.edges.opening import locate, rank_view
+from ckpt.edges.opening import Found, rank_view, use
 from ckpt.edges.progress import Progress, counted
 from ckpt.format import jsontext
 from ckpt.format.dtypes import ITEMSIZE
@@ -65,13 +65,16 @@ def diff(a: Any, b: Any, *, progress: Progress | None = None) -> DiffReport:
     Bits decide: NaN equals NaN of the same bits. Step, time, run and metrics are not compared. Tensors of equal digests
     are not read. Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError.
     """
-    found = [locate(path) for path in (a, b)]
-    one, other = (each.stored() for each in found)
+    return use(a, None, lambda first: use(b, None, lambda second: _diff(first, second, progress)))
+
+
+def _diff(first: Found, second: Found, progress: Progress | None) -> DiffReport:
+    one, other = first.stored(), second.stored()
     changed = _tensors(one, other, progress) + _values(one, other)
     names_a, names_b = (_keys(stored) for stored in (one, other))
     return DiffReport(
-        a=found[0].path,
-        b=found[1].path,
+        a=first.path,
+        b=second.path,
         added=tuple(sorted(names_b - names_a)),
         removed=tuple(sorted(names_a - names_b)),
         changed=tuple(changed),

@@ -13,7 +13,7 @@ from ckpt.commit.stored import Stored
 from ckpt.commit.transfer import Landing, receive
 from ckpt.edges.arrays import read_bytes
 from ckpt.edges.files import Target, put_files
-from ckpt.edges.opening import locate, rank_view
+from ckpt.edges.opening import rank_view, use
 from ckpt.edges.progress import Progress, Told, counted
 from ckpt.errors import StateMismatchError, UnsupportedStateError
 from ckpt.format.dtypes import HEADER_ITEMSIZE, ITEMSIZE, header_entry
@@ -72,8 +72,24 @@ def export(
         raise ValueError("this version cannot write the dcp format yet; use safetensors or torch")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be 1 or more, not {max_shard_bytes}")
-    stored = rank_view(locate(path, step=step).stored())
     stem, folder = _split(out, "safetensors" if format == "safetensors" else "pt", overwrite)
+
+    def write(stored: Stored) -> tuple[str, ...]:
+        return _export(stored, stem, folder, format, name, overwrite, max_shard_bytes, progress)
+
+    return use(path, step, lambda found: write(rank_view(found.stored())))
+
+
+def _export(
+    stored: Stored,
+    stem: str,
+    folder: str,
+    format: str,
+    name: str,
+    overwrite: bool,
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> tuple[str, ...]:
     weights = _weights(stored, name)
     if format == "torch":
         from ckpt.edges.exporting_torch import torch_file

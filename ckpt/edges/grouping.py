@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt.capture.optimizer_tree import saved_param_groups
-from ckpt.edges.opening import locate, rank_view
+from ckpt.edges.opening import rank_view, use
 from ckpt.errors import StateMismatchError
 from ckpt.manager.resuming import saved_state
 
@@ -27,7 +27,7 @@ def param_groups(
     Raises StateMismatchError for an unknown `name`, and for parameters the model lacks; NotCommittedError,
     CorruptCheckpointError, StorageUnavailableError.
     """
-    saved = saved_state(rank_view(locate(path, step=step).stored()))
+    saved = use(path, step, lambda found: saved_state(rank_view(found.stored())))
     if saved.parts.get(name, {}).get("kind") != "optimizer":
         there = [part for part, head in saved.parts.items() if head.get("kind") == "optimizer"]
         raise StateMismatchError(

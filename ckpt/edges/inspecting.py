@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.commit.stored import Stored
 from ckpt.edges.leaves import facts
-from ckpt.edges.opening import locate, rank_view
+from ckpt.edges.opening import Found, rank_view, use
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.manifest import Manifest, Parent, TensorTable
 from ckpt.format.values import Json, encode_float
@@ -129,7 +129,10 @@ def inspect(path: Any, *, key: str | None = None, tensors: bool = False, step: i
     Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError; KeyError with near names when `key` fits
     no tensor or several.
     """
-    found = locate(path, step=step)
+    return use(path, step, lambda found: _inspected(found, key, tensors))
+
+
+def _inspected(found: Found, key: str | None, tensors: bool) -> Inspection:
     stored = found.stored()
     record = stored.manifest
     name = find_tensor(record.tensors, key) if key is not None else None

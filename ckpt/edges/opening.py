@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.commit.line import Line, check_newest, line_of
-from ckpt.commit.roster import Pin, Roster, Scanner, StepFolder
+from ckpt.commit.roster import LOOKS, Pin, Roster, Scanner, StepFolder, stands
 from ckpt.commit.stored import Stored, open_stored
-from ckpt.errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from ckpt.format import names
 from ckpt.storage.base import Storage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.open import open_storage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,28 @@ def locate(path: Any, *, step: int | None = None) -> Found:
     return Found(place.storage, _numbered(place.storage, roster, line, step), roster, roster.pins)
 
 
+def use(path: Any, step: int | None, using: Callable[[Found], T]) -> T:
+    """`using` of the step that `path` means, see `locate`; what it did so far has to bear being done again.
+
+    Where a live run's retention removed the step meanwhile, it is located anew: for a root that gives a newer one, for
+    a step's folder or a number NotCommittedError.
+    """
+    for _ in range(LOOKS - 1):
+        found = locate(path, step=step)
+        try:
+            return using(found)
+        except CheckpointError:
+            if stands(found.storage, found.folder):
+                raise
+    return using(locate(path, step=step))
+
+
 def _folder(storage: Storage, name: str, step: int | None) -> Found:
     scanner = Scanner(storage, tables=False)
     folder = scanner.look(name)
     if folder is None or not folder.committed:
+        if not stands(storage, folder or StepFolder(name)):
+            raise NotCommittedError(f"There is no {path_of(storage, name)}.", path=path_of(storage, name))
         raise _damaged(storage, folder or StepFolder(name, None, "its manifest is missing", "missing-manifest"))
     if step is not None and folder.step != step:
         raise NotCommittedError(

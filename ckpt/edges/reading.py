@@ -12,7 +12,7 @@ from ckpt.capture.tensors import allocate
 from ckpt.commit.landing import land
 from ckpt.commit.stored import Stored
 from ckpt.edges.inspecting import near
-from ckpt.edges.opening import locate, rank_view
+from ckpt.edges.opening import rank_view, use
 from ckpt.edges.progress import Progress, counted
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.values import spell
@@ -44,12 +44,16 @@ def read(
     """
     if keys is not None and not isinstance(keys, str) and not all(isinstance(key, str) for key in keys):
         raise TypeError(f"keys must be a pattern or a sequence of patterns, not {keys!r}")
-    stored = rank_view(locate(path, step=step).stored())
+    patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+    return use(path, step, lambda found: _read(rank_view(found.stored()), patterns, progress))
+
+
+def _read(stored: Stored, keys: list[str] | None, progress: Progress | None) -> dict[str, Any]:
     saved = saved_state(stored)
     if keys is None:
         return build_tree(saved, fetch(stored, saved, list(saved.tensors), progress))
     paths = leaf_paths(saved)
-    fits = _Fits(paths, [keys] if isinstance(keys, str) else list(keys))
+    fits = _Fits(paths, keys)
     return build_tree(saved, fetch(stored, saved, _wanted(saved, paths, fits), progress), fits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ckpt.capture.rebuild import Rebuild
 from ckpt.capture.recognise import make_part
 from ckpt.capture.tensors import allocate
 from ckpt.commit.landing import bitwise_copy, land
-from ckpt.commit.roster import Scanner, StepFolder
+from ckpt.commit.roster import LOOKS, Scanner, StepFolder, stands
 from ckpt.commit.stored import Stored, check_all, open_stored
 from ckpt.edges.opening import locate, path_of, place_of, rank_view
 from ckpt.edges.progress import Progress, counted
@@ -79,21 +79,32 @@ def load_weights(
     if step in ("auto", "best"):
         raise ValueError(f'step must be "latest" or a number, not {step!r}')
     request = check_request(step, Options())
-    storage, candidates, skipped, fallback = _candidates(path, request)
-    attempts = list(skipped)
-    for number, reason in skipped:
-        log.warning("step %d in %s is damaged and passed over: %s", number, storage.url, reason)
-    for folder in candidates:
-        try:
-            return _load(storage, folder, model, name, strict, tuple(attempts), progress)
-        except CorruptCheckpointError as error:
-            if not fallback:
-                raise
-            attempts.append((folder.step, str(error)))
-            log.warning("step %d in %s is damaged and passed over: %s", folder.step, storage.url, error)
+    for last in (*[False] * (LOOKS - 1), True):
+        storage, candidates, skipped, fallback = _candidates(path, request)
+        attempts = list(skipped)
+        for folder in candidates:
+            try:
+                report = _load(storage, folder, model, name, strict, tuple(attempts), progress)
+            except CorruptCheckpointError as error:
+                if not last and not stands(storage, folder):
+                    break  # removed while it was read: there is a newer one
+                if not fallback:
+                    raise
+                attempts.append((folder.step, str(error)))
+                continue
+            _tell_skipped(storage, attempts)
+            return report
+        else:
+            break
+    _tell_skipped(storage, attempts)
     raise CorruptCheckpointError(
         f"{storage.url} holds checkpoints, but none is sound.", attempts=attempts, path=storage.url, stage="load"
     )
+
+
+def _tell_skipped(storage: Storage, attempts: Sequence[tuple[int, str]]) -> None:
+    for number, reason in attempts:
+        log.warning("step %d in %s is damaged and passed over: %s", number, storage.url, reason)
 
 
 def _candidates(path: Any, request: int | str) -> tuple[Storage, tuple[StepFolder, ...], Any, bool]:

@@ -11,15 +11,16 @@ from ckpt import points
 from ckpt.capture.base import Phase, RestorePlan
 from ckpt.capture.state import Registry
 from ckpt.commit.line import Line
-from ckpt.commit.roster import Scanner
+from ckpt.commit.roster import LOOKS, Scanner
 from ckpt.coordination.ranks import this_process
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageUnavailableError
 from ckpt.manager import doubts, resuming
 from ckpt.manager.looping import remembers
 from ckpt.manager.options import Options
 from ckpt.manager.reports import Receipt, differences, environment
 from ckpt.manager.resuming import Candidates, Resumed
 from ckpt.manager.session import Session
+from ckpt.storage.base import Storage
 from ckpt.storage.open import open_storage
 
 log = logging.getLogger("ckpt")
@@ -34,9 +35,10 @@ def check_override(override: Mapping[str, Sequence[str]] | None) -> dict[str, tu
         raise TypeError(f"override must be a mapping of registered names to keys, not {type(override).__name__}")
     result: dict[str, tuple[str, ...]] = {}
     for name, keys in override.items():
-        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        listed = (keys,) if isinstance(keys, str) or not isinstance(keys, Iterable) else tuple(keys)
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in listed):
             raise TypeError(f"override[{name!r}] must be a list of keys, not {keys!r}")
-        result[name] = tuple(keys)
+        result[name] = listed
     return result
 
 
@@ -57,18 +59,23 @@ class Restorer:
     def resume(self, session: Session, request: str | int, from_: Any, override: Mapping[str, tuple[str, ...]]) -> int:
         """See CheckpointManager.resume."""
         points.reach("resume.begin")
-        storage, foreign = session.storage, False
-        choice = None
-        if from_ is None or request == "auto":
-            choice = resuming.find(storage, session.scanner, request, self._options)
-        if choice is None and from_ is not None:
-            storage, foreign = open_storage(from_, writes=False), True
-            choice = resuming.find(storage, Scanner(storage, tables=False), request, self._options, alone=True)
-        if choice is None:
-            return self._fresh(session)
         touched = [False]
         try:
-            resumed = resuming.bring_back(storage, choice, self._registry, self._options, override, touched)
+            for _ in range(LOOKS):
+                found = self._choose(session, request, from_)
+                if found is None:
+                    return self._fresh(session)
+                storage, choice, foreign = found
+                resumed = resuming.bring_back(storage, choice, self._registry, self._options, override, touched)
+                if resumed is not None:
+                    break
+            else:
+                raise StorageUnavailableError(
+                    f"Each of {LOOKS} steps chosen in {storage.url} was removed while it was read.",
+                    path=storage.url,
+                    stage="resume",
+                    hint="Another run writes there and keeps few steps: pin one, or raise its keep_last.",
+                )
             resumed.plan.apply(_VALUES)
             resumed.plan.apply({Phase.RNG})
         except BaseException as error:
@@ -84,6 +91,16 @@ class Restorer:
         points.reach("resume.done")
         self._tell(storage.url)
         return resumed.stored.manifest.step
+
+    def _choose(self, session: Session, request: str | int, from_: Any) -> tuple[Storage, Candidates, bool] | None:
+        """The place, what to try there, and whether it is another root; None for a fresh start."""
+        if from_ is None or request == "auto":
+            choice = resuming.find(session.storage, session.scanner, request, self._options)
+            if choice is not None or from_ is None:
+                return None if choice is None else (session.storage, choice, False)
+        storage = open_storage(from_, writes=False)
+        choice = resuming.find(storage, Scanner(storage, tables=False), request, self._options, alone=True)
+        return None if choice is None else (storage, choice, True)
 
     def _fresh(self, session: Session) -> int:
         session.adopt(None, None, Line())

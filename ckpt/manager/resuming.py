@@ -11,7 +11,7 @@ from ckpt.capture.base import RestorePlan, SavedState, TensorInfo
 from ckpt.capture.state import Registry, plan_restore
 from ckpt.commit.landing import land
 from ckpt.commit.line import Line, best_of, check_newest, line_of
-from ckpt.commit.roster import Roster, Scanner, StepFolder
+from ckpt.commit.roster import Roster, Scanner, StepFolder, stands
 from ckpt.commit.stored import Stored, check_all, check_headers, open_stored
 from ckpt.coordination.ranks import this_process
 from ckpt.errors import (
@@ -134,8 +134,9 @@ def bring_back(
     options: Options,
     override: Mapping[str, tuple[str, ...]],
     touched: list[bool],
-) -> Resumed:
-    """Loads the first sound candidate into the registered objects' tensors.
+) -> Resumed | None:
+    """Loads the first sound candidate into the registered objects' tensors; None when one was removed while it was
+    read: another run writes there, has a newer step, and the choice is to be made anew.
 
     Only damage leads to the next one: CorruptCheckpointError, and files that cannot be read, tried twice, while those
     of an older step can. Everything else raises at once. `touched[0]` becomes True as soon as live bytes may have
@@ -152,6 +153,8 @@ def bring_back(
                 log.info("step %d in %s could not be read, trying once more: %s", folder.step, storage.url, error)
                 stored, plan = _load(storage, folder, registry, options, override, touched)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
+            if not stands(storage, folder):
+                return None
             if not choice.fallback:
                 raise
             if isinstance(error, StorageUnavailableError):

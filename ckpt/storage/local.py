@@ -16,6 +16,7 @@ from ckpt.storage.base import Abilities, Entry, ReadRange, Storage
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
+_LISTINGS = 10  # of a folder in which names go while they are looked at
 _NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # what opening a link, and a socket, says
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
@@ -65,8 +66,13 @@ class LocalStorage(Storage):
         with self._translated("list", folder):
             try:
                 with self._folder(folder) as fd:
-                    names = sorted(os.listdir(fd))
-                    return tuple(entry for name in names if (entry := _entry(name, fd)) is not None)
+                    entries: list[Entry | None] = []
+                    for _ in range(_LISTINGS):
+                        entries = [_entry(name, fd) for name in sorted(os.listdir(fd))]
+                        if None not in entries:
+                            break
+                        # Without another go the answer could lack what went and what came in its place: no moment's.
+                    return tuple(entry for entry in entries if entry is not None)
             except OSError as error:
                 # A root that is a file is an error; a root that is not there holds nothing.
                 if error.errno == errno.ENOENT or (error.errno in (errno.ENOTDIR, errno.ELOOP) and folder):
