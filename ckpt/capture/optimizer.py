@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,8 @@ from ckpt.format.values import Json, check_text, members, refuse
 
 _escaped_key = functools.lru_cache(1024)(escape)  # a handful of keys, each met once a parameter
 _ON_HOST = frozenset({"step", "mu_product"})  # torch keeps these on the CPU unless a group is capturable or fused
+
+_HOST = torch.device("cpu")
 
 Options = Callable[[], dict[str, Any]]
 
@@ -292,8 +294,7 @@ class OptimizerPart:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """Where state of one parameter belongs. layout: the parameter's when saved, if no registered module tells it."""
 
     param: torch.Tensor
@@ -306,7 +307,7 @@ class Home:
         if key in _ON_HOST and self.accelerated:
             return self.param.device
         hosted = key in (_ON_HOST if self.stored.device == "cpu" else self.stored.host)
-        return torch.device("cpu") if hosted else self.param.device
+        return _HOST if hosted else self.param.device
 
     def beside(self, saved: str) -> torch.device:
         """The device of a tensor inside nested state that was saved on `saved`."""

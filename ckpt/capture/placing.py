@@ -37,28 +37,29 @@ class Placer:
 
         Tensors saved as one come back as one.
         """
-        saved = self._plan.saved
-        info = saved.info(name)
+        plan = self._plan
+        stored = plan.saved.aliases.get(name, name)
+        info = plan.saved.tensors.get(stored)
         if info is None:
             raise CorruptCheckpointError(
-                f"A value of step {saved.step} refers to the tensor {name!r}, which the step does not hold.",
+                f"A value of step {plan.saved.step} refers to the tensor {name!r}, which the step does not hold.",
                 kind="value",
                 tensor=name,
-                step=saved.step,
+                step=plan.saved.step,
             )
-        stored = saved.aliases.get(name, name)
         home = self._homes.setdefault(stored, device)
-
-        def make() -> torch.Tensor:
-            return live if isinstance(live, torch.Tensor) and self._fits(live, info, device) else allocate(info, device)
-
-        target, is_new = self._plan.store.take(stored, home, make)
-        if is_new:
-            if target is live:
-                self._live[stored] = target
-            if target.numel():
-                self._used.add((target.device, target.data_ptr()))
-            self._plan.targets.append(Target(stored, target))
+        target = plan.store.find(stored, home)
+        if target is not None:
+            return target
+        if isinstance(live, torch.Tensor) and self._fits(live, info, device):
+            target = self._live[stored] = live
+        else:
+            target = allocate(info, device)
+        address = target.data_ptr() if target.layout is torch.strided else 0
+        if address:
+            self._used.add((target.device, address))
+        plan.store.add(stored, home, target)
+        plan.targets.append(Target(stored, target))
         return target
 
     def _fits(self, live: torch.Tensor, info: TensorInfo, device: torch.device) -> bool:
@@ -67,15 +68,16 @@ class Placer:
         if live.shape != info.shape or live.dtype is not DTYPES.get(info.dtype):
             return False
         home = live.device
-        if home.type != device.type or (device.index is not None and home.index != device.index):
+        if home != device and (home.type != device.type or device.index is not None):
             return False
         if info.shape:
             strides = saved_strides(info)
             if live.stride() != strides and not _same_order(info.shape, live.stride(), strides):
                 return False
+        if live.is_conj() or live.is_neg():
+            return False
         # Two names that share memory now and did not when saved would overwrite each other.
-        shared = live.numel() > 0 and (home, live.data_ptr()) in self._used
-        return not (shared or live.is_conj() or live.is_neg())
+        return (home, live.data_ptr()) not in self._used
 
     def reserve(self, node: Json, live: Mapping[str, torch.Tensor], where: Where = here) -> Any:
         """Plans every tensor inside `node`; the value is good for comparing only, its tensors have no bytes yet.

@@ -49,8 +49,10 @@ class Rebuild:
             self._plan.missing.append(name)
             return None
         home = here(device)
-        held, is_new = self._plan.store.take(stored, home, lambda: allocate(info, home))
-        if is_new:
+        held = self._plan.store.find(stored, home)
+        if held is None:
+            held = allocate(info, home)
+            self._plan.store.add(stored, home, held)
             self._plan.targets.append(Target(stored, held))
         return held
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 
@@ -29,14 +27,14 @@ class Store:
             return
         self._held[key] = live
 
-    def take(self, stored: str, device: torch.device, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """The tensor for `stored` on that kind of device, made if there is none yet; True when it was made just now."""
+    def find(self, stored: str, device: torch.device) -> torch.Tensor | None:
+        """The tensor planned for `stored` on that kind of device, if there is one yet."""
+        return self._held.get((stored, device.type))
+
+    def add(self, stored: str, device: torch.device, made: torch.Tensor) -> None:
+        """`made`, on that kind of device, takes the bytes, unless a part comes to hold them in place."""
         key = (stored, device.type)
-        held = self._held.get(key)
-        if held is not None:
-            return held, False
-        self._held[key] = self._made[key] = make()
-        return self._held[key], True
+        self._held[key] = self._made[key] = made
 
     def get(self, stored: str, device: torch.device) -> torch.Tensor:
         """Raises KeyError when nothing was planned for it."""
