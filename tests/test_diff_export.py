@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -56,6 +58,45 @@ def changes(tmp_path: Path, one: dict[str, Any], other: dict[str, Any]) -> dict[
 )
 def test_each_kind_of_difference_has_its_name(tmp_path: Path, one: Any, other: Any, kind: tuple[str, Any]) -> None:
     assert changes(tmp_path, {"x": one, "y": 1}, {"x": other, "y": 1}) == {"s/x": kind}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        (None, torch.zeros(2), "s/x"),
+        (1, torch.zeros(2), "s/x"),
+        (1.0, torch.ones(()), "s/x"),
+        ({"a": None}, {"a": torch.ones(2)}, "s/x/a"),
+        ([0, None], [0, torch.ones(2)], "s/x/1"),
+        ((1,), [1], "s/x"),
+        ((torch.ones(1),), [torch.ones(1)], "s/x"),
+        ([((1,), 2)], [([1], 2)], "s/x/0/0"),
+        ({0: 1}, ["1"], None),
+        ({"0": 1}, [1], None),
+        (OrderedDict(a=1), {"a": 1}, "s/x"),
+        (Counter(a=1), OrderedDict(a=1), "s/x"),
+        ({}, [], "s/x"),
+        ((), [], "s/x"),
+        (np.zeros(2), torch.zeros(2, dtype=torch.float64), "s/x"),
+        (np.float64(1), 1.0, "s/x"),
+        (b"a", bytearray(b"a"), "s/x"),
+        ({1}, frozenset({1}), "s/x"),
+    ],
+)
+def test_a_value_that_became_another_kind_of_thing_is_told(
+    tmp_path: Path, one: Any, other: Any, key: str | None
+) -> None:
+    a, b = save_values(tmp_path / "a", x=one), save_values(tmp_path / "b", x=other)
+    for first, second in ((a, b), (b, a)):
+        report = ckpt.diff(first, second)
+        told = [change.key for change in report.changed if not change.key.startswith("rng/")]
+        assert not report.equal and (key is None or told == [key])
+        assert key is None or (report.added, report.removed) == ((), ())
+
+
+def test_the_order_of_keys_and_the_spelling_of_a_dict_are_no_difference(tmp_path: Path) -> None:
+    one, other = {"a": 1, "b": torch.ones(1)}, {"b": torch.ones(1), "a": 1}
+    assert changes(tmp_path, {"x": one, "y": {"k": 1}}, {"y": {"k": 1}, "x": other}) == {}
 
 
 def test_nan_equals_nan_of_the_same_bits_and_no_other(tmp_path: Path) -> None:

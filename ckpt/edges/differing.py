@@ -11,7 +11,6 @@ from ckpt.edges.arrays import CHUNK, INTEGERS, elements, read_bytes
 from ckpt.edges.leaves import leaves
 from ckpt.edges.opening import Found, rank_view, use
 from ckpt.edges.progress import Progress, counted
-from ckpt.format import jsontext
 from ckpt.format.dtypes import ITEMSIZE
 from ckpt.format.values import encode_float
 
@@ -70,8 +69,14 @@ def diff(a: Any, b: Any, *, progress: Progress | None = None) -> DiffReport:
 
 def _diff(first: Found, second: Found, progress: Progress | None) -> DiffReport:
     one, other = first.stored(), second.stored()
-    changed = _tensors(one, other, progress) + _values(one, other)
-    names_a, names_b = (_keys(stored) for stored in (one, other))
+    a, b = _Values(one), _Values(other)
+    names_a, names_b = {*one.numbers, *a.leaves}, {*other.numbers, *b.leaves}
+    changed = _tensors(one, other, progress)
+    # What became another kind of thing under a tensor's name is told once, and so is what only one side holds.
+    told = {change.key for change in changed} | (names_a ^ names_b)
+    changed += [
+        Change(key, "value") for key, kind in a.kinds.items() if b.kinds.get(key, kind) != kind and key not in told
+    ]
     return DiffReport(
         a=first.path,
         b=second.path,
@@ -82,24 +87,18 @@ def _diff(first: Found, second: Found, progress: Progress | None) -> DiffReport:
     )
 
 
-def _keys(stored: Stored) -> set[str]:
-    return {*stored.numbers, *_plain_values(stored)}
+class _Values:
+    """What a checkpoint holds besides the bytes of tensors: see `leaves`. With several ranks paths end in "@rank"."""
 
-
-def _plain_values(stored: Stored) -> dict[str, Any]:
-    if len(stored.indexes) == 1:
-        return leaves(stored.indexes[0].values, stored.manifest.parts)
-    found = {}
-    for index in stored.indexes:
-        for key, node in leaves(index.values, stored.manifest.parts).items():
-            found[f"{key}@{index.rank}"] = node
-    return found
-
-
-def _values(one: Stored, other: Stored) -> list[Change]:
-    a, b = _plain_values(one), _plain_values(other)
-    # As text: 1, 1.0 and True are equal in Python and different states.
-    return [Change(key, "value") for key in a if key in b and jsontext.dump(a[key]) != jsontext.dump(b[key])]
+    def __init__(self, stored: Stored) -> None:
+        self.leaves: set[str] = set()
+        # As text: 1, 1.0 and True are equal in Python and different states.
+        self.kinds: dict[str, str] = {}
+        for index in stored.indexes:
+            end = f"@{index.rank}" if len(stored.indexes) > 1 else ""
+            kinds: dict[str, str] = {}
+            self.leaves |= {key + end for key in leaves(index.values, stored.manifest.parts, kinds)}
+            self.kinds |= {key + end: kind for key, kind in kinds.items()}
 
 
 def _tensors(one: Stored, other: Stored, progress: Progress | None) -> list[Change]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.errors import CorruptCheckpointError
+from ckpt.format import jsontext
 from ckpt.format.names import escape
 from ckpt.format.values import Json, decode, members, members_of
 
@@ -46,30 +47,47 @@ def _opaque(tag: str, payload: Json) -> Opaque:
     return Opaque(f"{tag[1:]} {payload}" if isinstance(payload, str) else tag[1:])
 
 
-def leaves(values: Mapping[str, Json], parts: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:
-    """Every stored value that is no tensor, as typed JSON by its path: "optimizer/param_groups/0/lr"."""
+def leaves(
+    values: Mapping[str, Json], parts: Mapping[str, Mapping[str, Json]], kinds: dict[str, str] | None = None
+) -> dict[str, Json]:
+    """Every stored value that is no tensor, as typed JSON by its path: "optimizer/param_groups/0/lr".
+
+    kinds: gets what stands at each path, tensors, registered objects and inner nodes included, as a text that is the
+    same for the same only: a leaf's JSON, of an inner node its type.
+    """
     found: dict[str, Json] = {}
+    kinds = {} if kinds is None else kinds
     for name, node in values.items():
         if parts.get(name, {}).get("kind") == "optimizer" and type(node) is dict and type(node.get("groups")) is list:
             rest = {key: item for key, item in node.items() if key != "groups"}
             for i, group in enumerate(node["groups"]):
                 options = {key: item for key, item in group.items() if key not in ("options", "names")}
                 options = {**members_of(group.get("options", {})), **options, "params": group.get("names")}
-                _walk(members(options), f"{name}/param_groups/{i}", found)
-            _walk(rest, name, found)
+                _walk(members(options), f"{name}/param_groups/{i}", found, kinds)
+            _walk(rest, name, found, kinds)
         else:
-            _walk(node, name, found)
+            _walk(node, name, found, kinds)
     return found
 
 
-def _walk(node: Json, path: str, found: dict[str, Json]) -> None:
+def _walk(node: Json, path: str, found: dict[str, Json], kinds: dict[str, str]) -> None:
     children = list(_children(node)) if type(node) in (dict, list) else []
     if not children:
+        kinds[path] = jsontext.dump(node).decode("ascii")
         if not (type(node) is dict and next(iter(node), "") in ("$tensor", "$ndarray", "$part")):
             found[path] = node
         return
+    kinds[path] = _inner_kind(node)
     for key, child in children:
-        _walk(child, f"{path}/{key}", found)
+        _walk(child, f"{path}/{key}", found, kinds)
+
+
+def _inner_kind(node: Json) -> str:
+    if type(node) is list:
+        return "list"
+    tag = next(iter(node))
+    # A dict has a tag only where its keys need one.
+    return tag if tag.startswith("$") and tag != "$dict" else "dict"
 
 
 def _children(node: Json) -> Iterator[tuple[str, Json]]:
