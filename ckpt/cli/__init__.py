@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Data goes to stdout, messages to stderr; never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _fill_closed()
     try:
-        return _run(arguments)
+        code = _run(arguments)
     except KeyboardInterrupt:
-        return 130
+        code = 130
     except BrokenPipeError:
-        # Who read the output has seen enough. Closed here, stdout is not flushed again when the interpreter ends.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(BrokenPipeError, ValueError):
-                stream.flush()
-                continue
-            with contextlib.suppress(BrokenPipeError):
+        # Who read the output has seen enough.
+        code = 0
+    except OSError:
+        # Not even stderr takes a word.
+        code = 1
+    _leave_streams()
+    return code
+
+
+def _fill_closed() -> None:
+    """A stream that was closed when Python began is None; and its number would be given to the next file opened."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (open as long as the process)
+
+
+def _leave_streams() -> None:
+    """What could not be written would be written again when the interpreter ends, and fail with a traceback there."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
                 stream.close()
-        return 0
 
 
 def _run(arguments: list[str]) -> int:
     import click
 
     from ckpt.cli.group import group
-    from ckpt.cli.running import Done, failure, print_document, say
+    from ckpt.cli.running import Done, failure, say
 
     try:
         # Not click's own main: it ends with 1 on a closed pipe.
@@ -49,14 +71,30 @@ def _run(arguments: list[str]) -> int:
         logging.getLogger("ckpt").debug("the command failed", exc_info=True)
         code, document = failure(error)
         if _wants_json(arguments):
-            print_document(document)
+            _try_to_print(document)
         say(_sentence(error, document["error"]["message"]))
         return code
+
+
+def _try_to_print(document: dict[str, Any]) -> None:
+    from ckpt.cli.running import print_document
+
+    try:
+        print_document(document)
+    except OSError as failed:
+        # The failure itself is told on stderr all the same.
+        if not _is_output(failed):
+            raise
 
 
 def _wants_json(arguments: Sequence[str]) -> bool:
     before = list(arguments)
     return "--json" in (before[: before.index("--")] if "--" in before else before)
+
+
+def _is_output(error: BaseException) -> TypeGuard[OSError]:
+    """True for what writing to stdout failed with: every other OSError says which file it is about."""
+    return type(error) is OSError and error.filename is None and error.errno in _NOT_WRITTEN
 
 
 def _sentence(error: BaseException, message: str) -> str:
@@ -66,5 +104,7 @@ def _sentence(error: BaseException, message: str) -> str:
 
     if isinstance(error, click.UsageError) and error.ctx is not None:
         return f"{message}\nTry `{error.ctx.command_path} --help`."
+    if _is_output(error):
+        return f"the output could not be written: {error.strerror}"
     known = (CheckpointError, click.ClickException, ValueError, TypeError, KeyError, OSError)
     return message if isinstance(error, known) else f"internal error: {type(error).__name__}: {message}"
