@@ -195,6 +195,23 @@ def test_a_stream_that_nobody_seeds_must_still_come_back(work: Path) -> None:
     assert {item.kind for item in outcome.differing} == {"rng"} and "numpy" in outcome.verdict
 
 
+@pytest.mark.parametrize("saves", [1, 3, 4])
+def test_a_training_of_few_saves_is_killed_at_each_point_it_has_and_no_run_is_idle(saves: int, work: Path) -> None:
+    """keep_last=3 and four saves: the last one alone removes a step, once in each run."""
+    outcome = support.campaign(support.Training(steps=2 * saves), work, kills=0)
+    assert (outcome.verdict, outcome.exit, outcome.saves) == (BIT_EXACT, 0, saves), outcome.to_dict()
+    assert outcome.wanted == (ORDER if saves == 4 else points.SAVE_POINTS + points.RESUME_POINTS)
+    assert set(outcome.unreached) == set(ORDER) - set(outcome.wanted)
+    assert len(outcome.kills) == len(outcome.wanted) and all(outcome.hits(point) for point in outcome.wanted)
+    assert outcome.runs == {1: 4, 3: 2, 4: 5}[saves] == len({kill.run for kill in outcome.kills})
+
+
+def test_points_that_need_a_checkpoint_get_one_first(work: Path) -> None:
+    outcome = support.campaign(support.Training(steps=4), work, kills=0, points=("resume.tensors", "resume.chosen"))
+    assert [kill.target for kill in outcome.kills] == ["set-up", "resume.tensors", "resume.chosen"]
+    assert (outcome.verdict, outcome.runs, outcome.kills[1].step) == (BIT_EXACT, 1, 2)
+
+
 # What a campaign refuses
 
 
@@ -222,7 +239,7 @@ def test_data_in_another_order_is_told_as_a_batch(work: Path) -> None:
             seed = int.from_bytes(os.urandom(4), "little")
             return {**super().state(), "loader": ResumableLoader(support.Noisy(), 4, seed=seed)}
 
-    assert "first in batch 1 differs at step 2: epoch 0 batch 0 (ids " in fails(Shuffled(steps=6), work)
+    assert "show: batch 1 differs at step 2: epoch 0 batch 0 (ids " in fails(Shuffled(steps=6), work)
 
 
 def test_no_save_is_told_with_what_to_do(work: Path) -> None:

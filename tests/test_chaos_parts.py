@@ -9,11 +9,13 @@ import torch
 
 from ckpt import CheckpointManager, StateDict
 from ckpt.chaos.events import Claim, Config, Event, Kill, Process, read_processes, short_ids
-from ckpt.chaos.plans import IN_SAVE, Measured, Plan, aim, feasible
+from ckpt.chaos.outcome import about_seconds, several
+from ckpt.chaos.plans import IN_SAVE, SET_UP, Measured, Plan, aim, chains, choose, draw, feasible
 from ckpt.chaos.record import Record, byte_differences, differences, same
 from ckpt.chaos.stitch import batch_differences, stitch
 from ckpt.chaos.tensors import tree_differences
 from ckpt.commit.roster import Scanner
+from ckpt.points import RETENTION_POINTS, SAVE_POINTS
 from ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.quick
@@ -174,10 +176,57 @@ def test_a_kill_is_aimed_only_where_the_process_can_come() -> None:
     plan = Plan("resume.tensors", 0.5, 0.5)
     assert not feasible(plan, measured, done=0, left=5) and feasible(plan, measured, done=1, left=0)
     assert not feasible(Plan("save.begin", 0, 0), measured, done=5, left=0)
-    assert not feasible(Plan("remove.half", 0, 0), measured, done=0, left=3)
+    assert not feasible(Plan("remove.half", 0, 0), measured, done=0, left=2)
+    # The third save is the one that removes the first step.
+    assert feasible(Plan("remove.half", 0, 0), measured, done=0, left=3)
     assert feasible(Plan("remove.half", 0, 0), measured, done=2, left=2)
     # Two files a save and room for two saves before the next kill: one of the first four occurrences.
-    found = {aim(Plan("fsync.file.before", w / 10, 0), measured, left=4, kills_left=1).occurrence for w in range(10)}
+    rest = [Plan("save.begin", 0, 0)]
+    found = {aim(Plan("fsync.file.before", w / 10, 0), measured, 1, rest).occurrence for w in range(10)}
     assert found == {1, 2, 3, 4}
-    assert aim(Plan(IN_SAVE, 0.9, 0.5), measured, left=4, kills_left=1) == Kill("save", "", 2, 0.05)
-    assert aim(Plan(IN_SAVE, 0.0, 0.5), Measured(whole_s=2.0), 0, 0) == Kill("outside", delay=1.05)
+    assert aim(Plan(IN_SAVE, 0.9, 0.5), measured, 1, rest) == Kill("save", "", 2, 0.05)
+    assert aim(Plan(IN_SAVE, 0.0, 0.5), Measured(whole_s=2.0), 0, []) == Kill("outside", delay=1.05)
+
+
+def small(saves: int, retires_at: int | None = 4) -> Measured:
+    counts = dict.fromkeys((*SAVE_POINTS, "resume.begin", "resume.done"), saves)
+    if retires_at is not None and retires_at <= saves:
+        counts |= dict.fromkeys(RETENTION_POINTS, saves - retires_at + 1)
+    return Measured(
+        tuple(range(1, saves + 1)), counts, 0.1, 1.0, 3.0, retires_at if saves >= (retires_at or 1) else None
+    )
+
+
+@pytest.mark.parametrize(("saves", "runs"), [(1, 6), (3, 4), (4, 5), (5, 3), (13, 3)])
+def test_every_plan_of_a_run_has_a_save_left_when_its_turn_comes(saves: int, runs: int) -> None:
+    measured = small(saves)
+    for seed in range(20):
+        made = chains(draw(measured, 6 if saves > 1 else 0, measured.reachable(), seed), measured)
+        assert len(made) <= runs and all(made)
+        for chain in made:
+            done, waiting = 0, list(chain)
+            while waiting:
+                plan = choose(waiting, measured, done)
+                assert plan is not None, (seed, done, waiting, chain)
+                left = saves - done
+                kill = aim(plan, measured, done, waiting)
+                if plan.retires:
+                    done = max(done, 3) + kill.occurrence
+                elif plan.saves or plan.spends:
+                    done += max(kill.occurrence, 1) - (0 if plan.spends else 1)
+                assert done <= saves and (left or not plan.saves)
+
+
+def test_a_kill_that_needs_a_checkpoint_is_preceded_by_one_that_leaves_it() -> None:
+    measured = small(2)
+    (chain,) = chains([Plan("resume.chosen", 0, 0), Plan("resume.tensors", 0, 0)], measured)
+    assert [plan.target for plan in chain] == [SET_UP, "resume.chosen", "resume.tensors"]
+    assert choose(list(chain), measured, 0) == chain[0]
+    assert aim(chain[0], measured, 0, chain[1:]) == Kill("point", "commit.acknowledged", 1)
+
+
+def test_numbers_and_durations_are_told_as_people_say_them() -> None:
+    assert [several(n, "kill") for n in (0, 1, 2)] == ["0 kills", "1 kill", "2 kills"]
+    assert several(2, "process") == "2 processes"
+    told = [about_seconds(value) for value in (0.2, 7.4, 44, 104, 106, 185)]
+    assert told == ["1 second", "7 seconds", "40 seconds", "100 seconds", "2 minutes", "3 minutes"]

@@ -16,7 +16,7 @@ from ckpt.chaos import plans
 from ckpt.chaos.ending import Compared, Ending, compare, take_artefact
 from ckpt.chaos.launch import Launcher
 from ckpt.chaos.oracle import Oracle
-from ckpt.chaos.outcome import CleanRunsFailed, KillRecord, Outcome
+from ckpt.chaos.outcome import CleanRunsFailed, KillRecord, Outcome, about_seconds, several
 from ckpt.chaos.plans import Measured, Plan
 from ckpt.chaos.record import METRIC, Key
 from ckpt.chaos.runs import Cancelled, Run, Start
@@ -28,7 +28,7 @@ class Watcher:
     """Is told how the campaign goes, from any thread; this one is silent."""
 
     def done(self, text: str) -> None:
-        """A run ended."""
+        """A run ended, or `text` is what comes next."""
 
     def struck(self, kills: int, total: int) -> None:
         """`kills` of `total` planned kills have struck."""
@@ -70,6 +70,7 @@ class Campaign:
         began = time.monotonic()
         clean, measured, ignored = self._clean()
         queue = deque(plans.chains(self._draw(measured), measured))
+        self._announce(queue, measured)
         number = 0
         while queue:
             batch = [queue.popleft() for _ in range(len(queue))]
@@ -122,7 +123,7 @@ class Campaign:
         differing = compare(first, second, ignored, Compared())
         if differing:
             raise CleanRunsFailed(
-                f"The training itself is not deterministic: two runs without faults differ, first in {differing[0]}.",
+                f"The training itself is not deterministic, as two runs without faults show: {differing[0]}.",
                 differing=tuple(differing),
                 hint="Seed every generator before the first random number, set torch.set_num_threads and "
                 "torch.use_deterministic_algorithms, and keep clocks out of the state.",
@@ -147,7 +148,7 @@ class Campaign:
         if oracle.findings:
             raise CleanRunsFailed(f"Without any fault: {oracle.findings[0].text}", path=str(run.folder))
         saves = sum(1 for process in start.processes for _ in process.of("ack"))
-        self.watcher.done(f"run without faults {number} of 2: {saves} saves in {start.seconds:.1f} s")
+        self.watcher.done(f"run without faults {number} of 2: {several(saves, 'save')} in {start.seconds:.1f} s")
         return ending
 
     def _artefact(self, run: Run) -> Path | None:
@@ -155,14 +156,20 @@ class Campaign:
 
     # With faults
 
+    def _announce(self, planned: Sequence[Sequence[Plan]], measured: Measured) -> None:
+        self._planned = sum(map(len, planned))
+        about = about_seconds(plans.seconds(planned, measured, self._jobs))
+        self.watcher.done(f"{several(self._planned, 'kill')} planned in {several(len(planned), 'run')}, about {about}")
+        self.watcher.struck(0, self._planned)
+
     def _draw(self, measured: Measured) -> list[Plan]:
         reachable = measured.reachable()
         asked = self.settings.points
         self.outcome.wanted = reachable if asked is None else asked
         self.outcome.unreached = tuple(name for name in plans.ORDER if name not in reachable)
-        drawn = plans.draw(measured, self.settings.kills, self.outcome.wanted, self.settings.seed)
-        self._planned = len(drawn)
-        return drawn
+        # No run can strike at the others: they would only cost time.
+        possible = [name for name in self.outcome.wanted if name in reachable]
+        return plans.draw(measured, self.settings.kills, possible, self.settings.seed)
 
     def _faulty(
         self, number: int, chain: Sequence[Plan], clean: Ending, measured: Measured, ignored: frozenset[Key]
@@ -175,9 +182,9 @@ class Campaign:
         newest = 0
         made: list[KillRecord] = []
         while True:
-            plan = self._next(waiting, run, measured, newest)
-            left = sum(step > newest for step in measured.steps)
-            kill = None if plan is None else plans.aim(plan, measured, left, len(waiting))
+            done = sum(step <= newest for step in measured.steps)
+            plan = plans.choose(waiting, measured, done)
+            kill = None if plan is None else plans.aim(plan, measured, done, waiting)
             start = run.start(kill, self._limit(measured))
             self._resumed(made, start)
             before, newest = newest, max(oracle.look([one.processes for one in run.starts]).values(), default=0)
@@ -195,15 +202,8 @@ class Campaign:
             if start.finished:
                 break
         self._finish(number, run, oracle, made, clean, ignored)
-        return [*missed, *waiting]
-
-    def _next(self, waiting: list[Plan], run: Run, measured: Measured, newest: int) -> Plan | None:
-        """Takes the first plan that the next process can fulfil."""
-        done = sum(step <= newest for step in measured.steps)
-        for index, plan in enumerate(waiting):
-            if plans.feasible(plan, measured, done, measured.saves - done):
-                return waiting.pop(index)
-        return None
+        # What no process of a calm run came by will not come by in another one either.
+        return [plan for plan in (*missed, *(waiting if made else ())) if plan.target != plans.SET_UP]
 
     def _limit(self, measured: Measured) -> float:
         return self.settings.timeout if self.settings.timeout is not None else 60 + 10 * measured.whole_s
@@ -258,21 +258,19 @@ class Campaign:
             outcome.notes += sorted(changed - set(outcome.notes))
         if run.starts[-1].finished and not different and not self.keep:
             shutil.rmtree(run.folder)
-        self.watcher.done(f"run {number}: {len(made)} kills, {len(run.starts)} processes, {state}")
+        self.watcher.done(f"run {number}: {several(len(made), 'kill')}, {several(len(run.starts), 'process')}, {state}")
 
     def _conclude(self) -> None:
         outcome = self.outcome
         if outcome.problems:
             return
-        for name in outcome.wanted:
-            if not outcome.hits(name):
-                outcome.problems.append(f"no kill struck at {name}: the campaign has a hole there")
+        outcome.missed = tuple(name for name in outcome.wanted if not outcome.hits(name))
         inside, drawn = outcome.random_inside
         short = self.settings.kills - drawn
         if short > 0:
-            outcome.problems.append(f"{short} of {self.settings.kills} random kills found no moment to strike")
+            outcome.holes.append(f"{short} of {several(self.settings.kills, 'random kill')} found no moment to strike")
         elif outcome.saves and 2 * inside < drawn:
-            outcome.problems.append(f"only {inside} of {drawn} random kills struck inside a save")
+            outcome.holes.append(f"only {inside} of {several(drawn, 'random kill')} struck inside a save")
 
 
 def new_seed() -> int:

@@ -44,7 +44,8 @@ class KillRecord:
 
 @dataclass
 class Outcome:
-    """exit: 0 bit-exact, 3 otherwise (a campaign that could not compare raises CleanRunsFailed instead)."""
+    """exit: 0 bit-exact; 3 something differs, or a step was lost or torn; 1 nothing of that, and not all that was asked
+    for could be struck (a campaign that could not compare raises CleanRunsFailed instead)."""
 
     seed: int
     kills: list[KillRecord] = field(default_factory=list)
@@ -52,7 +53,9 @@ class Outcome:
     unreached: tuple[str, ...] = ()  # named points that a run without faults does not reach
     compared: Compared = field(default_factory=Compared)
     differing: list[Difference] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # lost or torn steps, restarts that failed, points without a hit
+    problems: list[str] = field(default_factory=list)  # lost or torn steps, restarts that failed
+    missed: tuple[str, ...] = ()  # wanted points that no kill struck
+    holes: list[str] = field(default_factory=list)  # random kills that did not strike, or not where they should
     notes: list[str] = field(default_factory=list)
     saves: int = 0
     runs: int = 0
@@ -63,11 +66,18 @@ class Outcome:
     def verdict(self) -> str:
         if self.problems:
             return self.problems[0].splitlines()[0]
-        return str(self.differing[0]) if self.differing else BIT_EXACT
+        if self.differing:
+            return str(self.differing[0])
+        if self.missed:
+            never = f"{several(len(self.missed), 'point')} {'was' if len(self.missed) == 1 else 'were'} never struck"
+            return f"{BIT_EXACT}, but {never}: give the training more saves"
+        return f"{BIT_EXACT}, but {self.holes[0]}: give the training more steps" if self.holes else BIT_EXACT
 
     @property
     def exit(self) -> int:
-        return 0 if self.verdict == BIT_EXACT else 3
+        if self.problems or self.differing:
+            return 3
+        return 1 if self.missed or self.holes else 0
 
     def hits(self, target: str) -> list[KillRecord]:
         return [kill for kill in self.kills if kill.target == target]
@@ -90,6 +100,8 @@ class Outcome:
             "compared": {**vars(self.compared)},
             "differing": [_difference(item) for item in self.differing],
             "problems": self.problems,
+            "never_struck": list(self.missed),
+            "holes": self.holes,
             "notes": self.notes,
             "saves": self.saves,
             "runs": self.runs,
@@ -98,6 +110,18 @@ class Outcome:
             "verdict": self.verdict,
             "seed": self.seed,
         }
+
+
+def several(count: int, noun: str) -> str:
+    """1 run, 2 runs, 2 processes."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def about_seconds(value: float) -> str:
+    """A duration as one tells it beforehand: to ten seconds, from two minutes on to a minute."""
+    if value >= 105:
+        return several(round(value / 60), "minute")
+    return several(max(1, round(value)) if value < 10 else 10 * round(value / 10), "second")
 
 
 def _kill(kill: KillRecord) -> Mapping[str, Any]:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--kills", type=click.IntRange(min=0), default=10, show_default=True, help="Kills at random moments.")
+@click.option(
+    "--kills",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Kills at random moments, in addition to one at each named point.",
+)
 @click.option(
     "--points",
     default="all",
@@ -39,8 +45,8 @@ def chaos(command: tuple[str, ...], points: str, seed: int | None, work: str | N
     Without a CheckpointManager, name what the command leaves behind with --compare; its own checkpoints then belong
     below the folder named by $CKPT_SANDBOX.
 
-    Exit code 0: bit-exact. 3: something differs, or a checkpoint was lost or torn. 1: the runs without faults failed,
-    differ from each other, or saved nothing.
+    Exit code 0: bit-exact. 3: something differs, or a checkpoint was lost or torn. 1: the campaign has a hole (a point
+    that was asked for was never struck), or the runs without faults failed, differ from each other, or saved nothing.
 
     \b
     Example:
@@ -81,13 +87,14 @@ def campaign(launcher: Launcher, settings: Settings, work: str | None) -> Answer
             with progress() as watcher, _terminable():
                 running = Campaign(launcher, settings, place.path, watcher, keep=place.given)
                 outcome = running.run()
-            place.spared = outcome.exit != 0
+            place.spared = outcome.exit == 3
         except (KeyboardInterrupt, Done):
             place.spared = False
             raise
         finally:
             if place.spared and not place.given:
-                say(f"everything of this campaign is kept in {place.path}")
+                left = " and ".join(sorted(path.name for path in place.path.iterdir())) or "nothing"
+                say(f"what {left} left behind (checkpoints, reports, output) is kept in {place.path}")
     return Answer(outcome.to_dict(), lambda screen: draw(screen, outcome), outcome.exit)
 
 

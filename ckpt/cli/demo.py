@@ -13,8 +13,8 @@ from ckpt.cli.running import Answer, answers
 @click.option("--kills", type=click.IntRange(min=0), default=4, show_default=True, help="Kills at random moments.")
 @answers
 def demo(kills: int) -> Answer:
-    """Train a small model on real text, kill it at every named point of a save and at random, and prove that the end is
-    the same to the last bit.
+    """Train a small model on real text, kill it once at every named point and --kills times at random, and prove
+    that the end is the same to the last bit.
 
     Takes about a minute on two cores, needs no network, and leaves nothing behind.
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt.chaos.campaign import Watcher
-from ckpt.chaos.outcome import BIT_EXACT, KillRecord, Outcome
-from ckpt.chaos.plans import ANY_MOMENT, IN_SAVE
+from ckpt.chaos.outcome import BIT_EXACT, KillRecord, Outcome, several
+from ckpt.chaos.plans import ANY_MOMENT, IN_SAVE, SET_UP
 from ckpt.cli.running import say
 from ckpt.cli.screen import Screen, clean, figure, seconds, size
 
@@ -18,19 +18,21 @@ _SHOWN = 8  # differences and problems that are listed; --json has them all
 
 def draw(screen: Screen, outcome: Outcome) -> None:
     rows: list[tuple[str, ...]] = [("point", "hits", "killed at step", "resumed at", "restarts", "verdict")]
-    for name in (*outcome.wanted, IN_SAVE, ANY_MOMENT):
+    for name in (*outcome.wanted, IN_SAVE, ANY_MOMENT, SET_UP):
         kills = outcome.hits(name)
         if kills or name in outcome.wanted:
             rows.append(_row(screen, name, kills))
     screen.table([tuple(screen.style(cell, "bold") for cell in rows[0]), *rows[1:]], right=(1, 4), indent=0)
     screen.line()
     _draw_numbers(screen, outcome)
-    for text in (*outcome.problems[:_SHOWN], *(str(item) for item in outcome.differing[:_SHOWN])):
+    found = [*outcome.problems, *(str(item) for item in outcome.differing)]
+    for text in found[:_SHOWN]:
         for line in text.splitlines():
-            screen.line(f"  {screen.style(clean(line), 'red')}")
-    more = len(outcome.differing) + len(outcome.problems) - _SHOWN
-    if more > 0:
-        screen.line(f"  and more (--json lists all {len(outcome.differing) + len(outcome.problems)})")
+            # The last line of all says it.
+            if line != outcome.verdict:
+                screen.line(f"  {screen.style(clean(line), 'red')}")
+    if len(found) > _SHOWN:
+        screen.line(f"  and more (--json lists all {len(found)})")
     good = outcome.verdict == BIT_EXACT
     screen.line(screen.style(clean(outcome.verdict), "green" if good else "red", "bold"))
 
@@ -63,9 +65,9 @@ def _draw_numbers(screen: Screen, outcome: Outcome) -> None:
     inside, drawn = outcome.random_inside
     compared = outcome.compared
     texts = [
-        f"{len(outcome.kills)} kills in {outcome.runs} runs",
-        f"{inside} of {drawn} random ones inside a save",
-        f"{figure(outcome.verified)} checkpoints read back after a kill",
+        f"{several(len(outcome.kills), 'kill')} in {several(outcome.runs, 'run')}",
+        *([f"{inside} of {several(drawn, 'random one')} inside a save"] if drawn else []),
+        f"{several(outcome.verified, 'checkpoint')} read back after a kill",
         f"compared: {figure(compared.tensors)} tensors",
         f"{figure(compared.rng)} RNG values",
         f"{figure(compared.batches)} batches",
@@ -77,6 +79,10 @@ def _draw_numbers(screen: Screen, outcome: Outcome) -> None:
     screen.flow(texts, indent=0, separator=", ")
     if outcome.unreached:
         screen.line(f"not reached by this training: {', '.join(outcome.unreached)}")
+    if outcome.missed:
+        screen.line(f"never struck: {', '.join(outcome.missed)}")
+    for hole in outcome.holes[1 if not outcome.missed and outcome.exit == 1 else 0 :]:
+        screen.line(hole)
     for note in outcome.notes:
         screen.line(f"note: {clean(note)}")
 
