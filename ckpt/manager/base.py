@@ -15,6 +15,7 @@ from ckpt.commit.line import Line, best_of, line_of
 from ckpt.commit.roster import Scanner, remove_pin, set_pin
 from ckpt.coordination.ranks import this_process
 from ckpt.errors import CheckpointError, ClosedError, DeadlineError, ForkedError
+from ckpt.format.names import parse_step_name
 from ckpt.manager.exiting import Ending
 from ckpt.manager.options import Options, step_number
 from ckpt.manager.reports import Receipt, SaveReport
@@ -113,9 +114,24 @@ class ManagerBase:
     def _enter_root(self) -> None:
         """What the first resume, save or loop does: one process, the lock (I6), the signals."""
         this_process()
+        if not self._entered_root:
+            self._refuse_step_folder()
         self._session.lock.acquire(self._options.lock_timeout)
         self._signals.install()
         self._entered_root = True
+
+    def _refuse_step_folder(self) -> None:
+        """A step's folder as root would look like an empty one, and the run would write inside a committed step."""
+        name = self._storage.url.rstrip("/").rpartition("/")[2]
+        folder = Scanner(self._storage, tables=False).look("", parse_step_name(name) is not None)
+        if folder is not None:
+            raise CheckpointError(
+                f"{self._storage.url} is one step's folder, not a run's root.",
+                step=folder.step or None,
+                path=self._storage.url,
+                stage="resume",
+                hint="Give the folder it lies in, and its number to resume(); another root starts from it by from_.",
+            )
 
     @property
     def root(self) -> str:
