@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fill_closed() -> None:
-    """A stream that was closed when Python began is None; and its number would be given to the next file opened."""
+    """A stream that was closed when Python began is None; what is written to it goes nowhere."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (open as long as the process)
+            setattr(sys, name, io.StringIO())
 
 
 def _leave_streams() -> None:
