@@ -161,7 +161,7 @@ class Dcp(Peer):
 
         path = self.fresh()
         started = time.perf_counter()
-        future = dcp.async_save(flat(self.state), storage_writer=self._writer(path), no_dist=True)
+        future: Any = dcp.async_save(flat(self.state), storage_writer=self._writer(path), no_dist=True)
         held = time.perf_counter() - started
         future.result()
         return held, time.perf_counter() - started
