@@ -103,10 +103,10 @@ def pattern(shown: str) -> str:
 
 
 def matches(shown: list[str], printed: str) -> bool:
-    """Blank lines, the width of gaps and where a line wraps (it depends on how long a duration prints) do not count. A
-    line "..." stands for any number of lines."""
-    wanted = [line for line in shown if line.strip()]
-    got = "\n".join(line.strip() for line in printed.splitlines() if line.strip())
+    """Blank lines, the width of gaps and where a line wraps (it depends on how long a duration prints) do not count, nor
+    does the dot between two facts, which a wrap takes away. A line "..." stands for any number of lines."""
+    wanted = [text for line in shown if (text := line.replace("·", " ")).strip()]
+    got = "\n".join(line.strip() for line in printed.replace("·", " ").splitlines() if line.strip())
     parts = [r"(?:.*\n)*?" if line.strip() in ("...", "…") else pattern(line) + r"\s+" for line in wanted]
     return re.fullmatch("".join(parts), got + "\n" if got else "") is not None
 

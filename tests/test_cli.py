@@ -122,6 +122,13 @@ def test_export_prints_the_paths(cli: Run, root: Path, tmp_path: Path) -> None:
     assert cli("export", root, tmp_path / "x", "--format", "dcp")[0] == 2
 
 
+def test_the_format_of_an_export_is_the_one_its_ending_promises(cli: Run, root: Path, tmp_path: Path) -> None:
+    assert document(cli, "export", root, tmp_path / "weights.pt")[1]["format"] == "torch"
+    assert document(cli, "export", root, tmp_path / "weights.safetensors")[1]["format"] == "safetensors"
+    for name, kind in (("a.pt", "safetensors"), ("a.safetensors", "torch")):
+        assert cli("export", root, tmp_path / name, "--format", kind)[0] == 2 and not (tmp_path / name).exists()
+
+
 def test_cp_exits_0_when_the_same_is_there_and_1_when_another_is(cli: Run, root: Path, tmp_path: Path) -> None:
     assert document(cli, "cp", root, tmp_path / "b") == (0, copied(root, tmp_path, True))
     assert document(cli, "cp", root, tmp_path / "b") == (0, copied(root, tmp_path, False))

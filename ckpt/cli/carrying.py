@@ -12,7 +12,10 @@ from ckpt.cli.screen import Screen, clean, size
 @click.argument("path")
 @click.argument("out")
 @click.option(
-    "--format", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "torch", "dcp"]),
+    help="Taken from OUT's ending (.safetensors; .pt, .pth, .bin) if not given.",
 )
 @click.option("--name", default="model", show_default=True, help="Registered name of what is written.")
 @click.option("--step", type=click.IntRange(min=0), help="Another step than the newest, where PATH is a root.")
@@ -20,7 +23,7 @@ from ckpt.cli.screen import Screen, clean, size
 @click.option("--overwrite", is_flag=True, help="Replace files that are there.")
 @answers
 def export(
-    path: str, out: str, kind: str, name: str, step: int | None, max_shard_bytes: int | None, overwrite: bool
+    path: str, out: str, kind: str | None, name: str, step: int | None, max_shard_bytes: int | None, overwrite: bool
 ) -> Answer:
     """Write the weights of a checkpoint for other tools; prints the files made.
 
@@ -29,12 +32,20 @@ def export(
     \b
     Example:
       ckpt export runs/demo model.safetensors
-      ckpt export runs/demo/step-00000500 model.pt --format torch
+      ckpt export runs/demo/step-00000500 model.pt
     """
     from ckpt.cli.bars import bar
     from ckpt.edges.exporting import MAX_SHARD_BYTES
     from ckpt.edges.exporting import export as write
 
+    ending = out.rpartition(".")[2].lower()
+    meant = "torch" if ending in ("pt", "pth", "bin") else "safetensors"
+    kind = kind or meant
+    if (kind == "safetensors" and meant == "torch") or (kind == "torch" and ending == "safetensors"):
+        # Whoever opens the file goes by its ending.
+        raise click.UsageError(
+            f"OUT ends in .{ending}, which is not the format {kind}; leave out --format or rename OUT"
+        )
     if kind == "dcp":
         raise click.UsageError("this version cannot write the dcp format yet; use safetensors or torch")
     with bar("export") as progress:
