@@ -103,7 +103,7 @@ def pattern(shown: str) -> str:
 
 
 def matches(shown: list[str], printed: str) -> bool:
-    """Blank lines, the width of gaps and where a line wraps (it depends on how long a duration prints) do not count, nor
+    """Blank lines, the width of gaps and where a line wraps (which the length of a duration decides) do not count, nor
     does the dot between two facts, which a wrap takes away. A line "..." stands for any number of lines."""
     wanted = [text for line in shown if (text := line.replace("·", " ")).strip()]
     got = "\n".join(line.strip() for line in printed.replace("·", " ").splitlines() if line.strip())
