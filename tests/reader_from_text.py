@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from values_from_text import Damaged, Values
+from values_from_text import Damaged, Values, policy_fits
 
 _ID = re.compile(r"[0-9a-f]{32}\Z")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
@@ -158,10 +158,10 @@ def check_manifest(value: dict[str, Any]) -> None:
     firsts = {name.split("/")[0] for name in (*value["parts"], *table["names"], *table["aliases"])}
     good &= all(_PART.match(first) is not None and first not in ("rng", "step") for first in firsts)
     good &= all(type(part["kind"]) is str for part in value["parts"].values())
-    for part in value["parts"].values():
-        named = part.get("composites", {})
+    for named in (part.get("composites", {}) for part in value["parts"].values()):
         good &= type(named) is dict and all(type(one.get("kind")) is str for one in named.values())
     good &= all(math.prod(size or 1 for size in shape) <= 1 << 62 for shape in table["shapes"])
+    good &= policy_fits(value.get("policy", {}))
     check(good, "manifest", "a member is not what it must be")
 
 

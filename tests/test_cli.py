@@ -152,6 +152,21 @@ def test_prune_pin_and_unpin(cli: Run, root: Path) -> None:
     assert code == 0 and [step["step"] for step in found["remove"]] == [10] and not step_dir(root, 10).exists()
 
 
+def test_prune_and_ls_know_what_the_run_keeps(cli: Run, tmp_path: Path) -> None:
+    root, values = tmp_path / "run", {10: 0.5, 20: 0.1, 25: 0.7, 30: 0.9, 40: 0.4}
+    options: dict[str, Any] = {"keep_last": None, "monitor": "acc", "mode": "max", "keep_best": 1, "keep_every": 20}
+    with ckpt.CheckpointManager(root, {"model": net()}, **options) as manager:
+        for step, value in values.items():
+            manager.save(step, metrics={"acc": value})
+    found = document(cli, "ls", root)[1]["steps"]
+    assert [step["step"] for step in found if step["best"]] == [30] and "best" in cli("ls", root)[1]
+    assert [step["step"] for step in document(cli, "ls", root, "--best", "acc")[1]["steps"] if step["best"]] == [20]
+    code, found = document(cli, "prune", root, "--keep-last", 1)
+    assert code == 0 and [step["step"] for step in found["remove"]] == [10, 25]
+    kept = {step["step"]: step["reasons"] for step in found["keep"]}
+    assert kept == {20: ["every"], 30: ["best"], 40: ["last", "every", "in use"]}
+
+
 def test_prune_of_a_root_that_is_being_written_fails(cli: Run, root: Path) -> None:
     with ckpt.CheckpointManager(root, {"model": net()}) as manager:
         manager.resume()

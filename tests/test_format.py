@@ -96,11 +96,20 @@ def test_a_manifest_without_parent_tensors_and_metrics_comes_back_equal() -> Non
     assert Manifest.parse(manifest.encode()) == manifest
 
 
+def test_a_policy_stands_behind_the_environment_and_only_when_there_is_one() -> None:
+    policy = {"monitor": "loss", "mode": "min", "keep_best": 2, "keep_every": 1 << 62}
+    made = small_manifest(policy=policy, metrics={})
+    data = made.encode()
+    assert b'"environment":{"torch":"2.13.0"},"policy":{"monitor":"loss",' in data
+    assert Manifest.parse(data) == Manifest.parse(data, tables=False) == made
+    assert b"policy" not in small_manifest().encode() and Manifest.parse(small_manifest().encode()).policy == {}
+
+
 def test_a_listing_reads_everything_but_the_tensor_table() -> None:
     manifest = small_manifest(environment={"trap": {"tensors": {"names": []}}}, metrics={})
     data = manifest.encode()
     head = Manifest.parse(data, tables=False)
-    for key in ("run", "save", "incarnation", "parent", "step", "time", "files", "groups", "parts", "world", "timings"):
+    for key in ("run", "save", "incarnation", "parent", "step", "time", "files", "groups", "parts", "world", "timings", "policy"):
         assert getattr(head, key) == getattr(manifest, key)
     assert head.environment == manifest.environment
     assert "model/w" not in repr(head)

@@ -144,6 +144,18 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "an index with a source": (own_source, "manifest"),
     "a tensor of no part": (lambda m: m["tensors"]["aliases"].update({"/x": "model/bias"}), "manifest"),
     "too many elements": (lambda m: m["tensors"]["shapes"].__setitem__(1, [0, 1 << 40, 1 << 40]), "manifest"),
+    "a policy of all": (lambda m: m.update(policy={"monitor": "é", "mode": "max", "keep_best": 1, "x": 0}), "sound"),
+    "a policy of nothing": (lambda m: m.update(policy={}), "sound"),
+    "a policy of null": (lambda m: m.update(policy=None), "manifest"),
+    "an unnamed monitor": (lambda m: m.update(policy={"monitor": ""}), "manifest"),
+    "a long monitor": (lambda m: m.update(policy={"monitor": "é" * 513}), "manifest"),
+    "a monitor that is no text": (lambda m: m.update(policy={"monitor": 1}), "manifest"),
+    "an unknown mode": (lambda m: m.update(policy={"mode": "most"}), "manifest"),
+    "a mode that is no text": (lambda m: m.update(policy={"mode": True}), "manifest"),
+    "keep every 0th": (lambda m: m.update(policy={"keep_every": 0}), "manifest"),
+    "keep none best": (lambda m: m.update(policy={"keep_best": 0}), "manifest"),
+    "keep true best": (lambda m: m.update(policy={"keep_best": True}), "manifest"),
+    "keep many best": (lambda m: m.update(policy={"keep_best": (1 << 62) + 1}), "manifest"),
     "timings left out": (lambda m: m["timings"].clear(), "sound"),
 }
 INDEXES: dict[str, tuple[Change, str]] = {

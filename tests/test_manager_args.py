@@ -287,6 +287,12 @@ def test_resume_best_needs_monitor(tmp_path: Path) -> None:
         made.resume("best")
 
 
+def test_a_monitor_that_no_manifest_can_hold_is_a_value_error(tmp_path: Path) -> None:
+    for bad in ("x" * 1025, "\ud800"):
+        with pytest.raises(ValueError, match="monitor"):
+            manager(tmp_path, monitor=bad)
+
+
 @pytest.mark.parametrize("override", [["lr"], {"optimizer": "lr"}, {"optimizer": [1]}, {"nobody": ["lr"]}])
 def test_override_maps_registered_names_to_lists(tmp_path: Path, override: Any) -> None:
     with manager(tmp_path) as made:

@@ -133,3 +133,12 @@ class Values:
 
     def tag_opaque(self, text: str) -> str:
         return text
+
+
+def policy_fits(policy: Any) -> bool:
+    """The member `policy` of a manifest: "manifest.json"."""
+    if type(policy) is not dict:
+        return False
+    monitor, counts = policy.get("monitor", "x"), [policy.get(key, 1) for key in ("keep_best", "keep_every")]
+    good = type(monitor) is str and 1 <= len(monitor.encode()) <= 1024 and policy.get("mode", "min") in ("min", "max")
+    return good and all(type(count) is int and 1 <= count <= 1 << 62 for count in counts)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Only show what would go.")
 @answers
 def prune(root: str, keep_last: int, dry_run: bool) -> Answer:
-    """Remove the checkpoints of a run but the newest N and the pinned ones, and what unfinished saves left.
+    """Remove the checkpoints of a run but the newest N, the pinned ones and those its keep_best and keep_every keep.
 
-    Refused while a run is writing ROOT; --dry-run is always allowed.
+    What unfinished saves left goes as well.     Refused while a run is writing ROOT; --dry-run is always allowed.
 
     \b
     Example:

@@ -10,7 +10,7 @@ from ckpt.cli.running import FINE, Answer, answers
 @click.command()
 @click.argument("root")
 @click.option("--all", "everything", is_flag=True, help="Also abandoned, damaged and other runs' steps.")
-@click.option("--best", "monitor", metavar="METRIC", help="Mark the step that is best by this metric.")
+@click.option("--best", "monitor", metavar="METRIC", help="Mark the step that is best by this metric, not the run's.")
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", help="Whether less or more of it is better.")
 @answers
 def ls(root: str, everything: bool, monitor: str | None, mode: str) -> Answer:

@@ -12,6 +12,7 @@ from ckpt.commit.line import Line, best_of, manifest
 from ckpt.commit.roster import Pin, StepFolder
 from ckpt.errors import CheckpointError, StorageUnavailableError
 from ckpt.format import names
+from ckpt.format.values import Json
 from ckpt.storage.base import Storage
 
 log = logging.getLogger("ckpt")
@@ -27,6 +28,29 @@ class Policy:
     keep_best: int = 0
     monitor: str | None = None
     mode: str = "min"
+
+    def recorded(self) -> dict[str, Json]:
+        """What a manifest tells of it, to whoever lists or prunes without the script; keep_last is theirs to say."""
+        found: dict[str, Json] = {}
+        if self.monitor is not None:
+            found.update(monitor=self.monitor, mode=self.mode)
+        # No step is above MAX_STEP: beyond it neither number means anything else.
+        if self.keep_best:
+            found["keep_best"] = min(self.keep_best, names.MAX_STEP)
+        if self.keep_every is not None:
+            found["keep_every"] = min(self.keep_every, names.MAX_STEP)
+        return found
+
+    @staticmethod
+    def of(record: Mapping[str, Json], keep_last: int | None) -> Policy:
+        """The policy that `recorded` gave, with another `keep_last`."""
+        return Policy(
+            keep_last,
+            record.get("keep_every"),
+            record.get("keep_best", 0),
+            record.get("monitor"),
+            record.get("mode", "min"),
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpt.commit.line import best_of, line_of, manifest
+from ckpt.commit.retention import Policy
 from ckpt.commit.roster import Pin, Scanner, StepFolder
 from ckpt.edges.opening import nothing_committed, path_of, place_of
 from ckpt.errors import NotCommittedError
@@ -19,7 +20,7 @@ from ckpt.storage.base import Storage
 class ListedStep:
     """state: "line", "abandoned" (off the line after a rollback), "other run", "newer format" (a later version of ckpt
     wrote it) or "damaged" (`problem` says how; what cannot be read is None). time: unix seconds. best: best by the
-    metric that was asked for."""
+    metric that was asked for, or that the run monitors."""
 
     step: int
     path: str
@@ -70,7 +71,8 @@ class Listing:
 def listing(root: Any, *, everything: bool = False, monitor: str | None = None, mode: str = "min") -> Listing:
     """The steps under `root`: those of the newest run's line and those of a newer format, with `everything` also
     abandoned, damaged and other runs' ones. Below one of a newer format no step is marked as the newest or the best.
-    monitor, mode: which metric, and "min" or "max" of it, makes a step the best.
+    monitor, mode: which metric, and "min" or "max" of it, makes a step the best; without monitor those of the run, as
+    its newest step tells them.
 
     Reads the manifests only. Raises NotCommittedError when `root` is a step's folder or holds no committed step,
     StorageUnavailableError when one could not look.
@@ -87,6 +89,9 @@ def listing(root: Any, *, everything: bool = False, monitor: str | None = None, 
     if not roster.steps and not roster.later and not (everything and roster.damaged):
         raise nothing_committed(storage, roster)
     newest = line.newest
+    if monitor is None and newest is not None:
+        policy = Policy.of(manifest(newest).policy, None)
+        monitor, mode = policy.monitor, policy.mode
     ranked = best_of(line.steps, monitor, mode) if monitor is not None else []
     best = ranked[0] if ranked else None
     if newest is not None and any(folder.step > newest.step for folder in roster.later):

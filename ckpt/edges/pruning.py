@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.commit import retention
-from ckpt.commit.line import line_of
+from ckpt.commit.line import line_of, manifest
 from ckpt.commit.lock import RootLock
 from ckpt.commit.retention import Choice, Policy
 from ckpt.commit.roster import Roster, Scanner
@@ -58,7 +58,8 @@ class PruneReport:
 
 
 def prune(root: Any, keep_last: int, *, dry_run: bool = False) -> PruneReport:
-    """Removes all steps of the run but the newest `keep_last` and the pinned ones, and what unfinished saves left.
+    """Removes all steps of the run but the newest `keep_last`, the pinned ones and those that the newest step's policy
+    keeps (`keep_best`, `keep_every` of the manager that saved it), and what unfinished saves left.
 
     Takes the root's lock: LockedError when a run is writing it. With dry_run nothing is changed and no lock taken.
     Raises NotCommittedError when nothing is committed there, ValueError for keep_last below 1.
@@ -94,8 +95,10 @@ def _scanned(storage: Storage) -> Roster:
 
 def _chosen(roster: Roster, keep_last: int) -> Choice:
     line = line_of(roster)
-    newest = {line.newest.key} if line.newest is not None else set()
-    return retention.choose(line, Policy(keep_last=keep_last), roster.pins, protected=newest)
+    newest = line.newest
+    policy = Policy.of(manifest(newest).policy if newest is not None else {}, keep_last)
+    protected = {newest.key} if newest is not None else set()
+    return retention.choose(line, policy, roster.pins, protected=protected)
 
 
 def _report(

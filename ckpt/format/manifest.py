@@ -7,7 +7,7 @@ found without any other file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,8 @@ _TABLES = b',"tensors":{'  # the last member before the seal, so that a listing 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One committed checkpoint. See docs/format.md for every key."""
+    """One committed checkpoint. See docs/format.md for every key. policy: only what is set of "monitor", "mode",
+    "keep_best" and "keep_every"."""
 
     run: str
     save: str
@@ -52,6 +53,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     timings: Mapping[str, float]
     environment: Mapping[str, Json]
+    policy: Mapping[str, Json] = field(default_factory=dict)
 
     @cached_property
     def bytes(self) -> int:
@@ -92,6 +94,7 @@ class Manifest:
             "world": dict(self.world),
             "parts": {key: dict(value) for key, value in self.parts.items()},
             "environment": dict(self.environment),
+            **({"policy": dict(self.policy)} if self.policy else {}),
             "timings": dict(self.timings),
             "files": [_file(entry) for entry in self.files],
             "groups": [{"kind": g.kind, "ranks": list(g.ranks)} for g in self.groups],
@@ -213,6 +216,7 @@ def _parse(top: Fields, tables: bool) -> Manifest:
         files=files,
         timings=_numbers(top, "timings"),
         environment=top.get("environment", dict),
+        policy=_policy(top) if "policy" in top.value else {},
     )
 
 
@@ -244,6 +248,18 @@ def _world(top: Fields) -> dict[str, Json]:
     if "writer" in world.value:
         world.matching("writer", names.is_id)
     return world.value
+
+
+def _policy(top: Fields) -> dict[str, Json]:
+    policy = top.sub("policy")
+    if "monitor" in policy.value:
+        policy.matching("monitor", names.is_monitor)
+    if "mode" in policy.value:
+        policy.matching("mode", ("min", "max").__contains__)
+    for key in ("keep_best", "keep_every"):
+        if key in policy.value and policy.natural(key, names.MAX_STEP) < 1:
+            raise policy.error(f"{key!r} is 0")
+    return policy.value
 
 
 def _parts(top: Fields) -> dict[str, dict[str, Json]]:

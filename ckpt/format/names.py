@@ -27,6 +27,7 @@ MAX_DEPTH = 100  # nesting of a value: each level takes several of the 1000 fram
 PART_DEPTH = 10  # levels that a part adds around the values of its object: groups, options, ...
 MAX_WORLD = 1 << 24  # ranks
 MAX_PIN = 4 << 10
+MAX_MONITOR = 1 << 10  # bytes of the metric that tells which step is best
 MAX_STEP = 1 << 62
 MAX_INT = (1 << 53) - 1  # larger integers are spelled by a tag, so that every JSON reader gets them right
 
@@ -82,6 +83,11 @@ def is_part_path(name: object) -> bool:
         return False
     first = name.partition("/")[0]
     return is_part_name(first) and first not in RESERVED_PARTS
+
+
+def is_monitor(name: object) -> bool:
+    """True for the name of a metric that a policy can hold."""
+    return isinstance(name, str) and 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_MONITOR
 
 
 def is_id(value: object) -> bool:

@@ -43,12 +43,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where on the line of a run a save stands, and who makes it."""
+    """Where on the line of a run a save stands, who makes it, and what that one keeps."""
 
     run: str
     incarnation: int
     parent: Parent | None
     writer: str
+    policy: Mapping[str, Json] = field(default_factory=dict)
 
 
 def check_tensors(signature: Signature) -> None:
@@ -149,4 +150,5 @@ def manifest_of(
         files=files,
         timings={"capture_s": job.capture_s, "stall_s": job.stall_s, "write_s": write_s},
         environment=job.environment,
+        policy=place.policy,
     )

@@ -75,6 +75,8 @@ def check(
     monitor = values["monitor"]
     if monitor is not None and (not isinstance(monitor, str) or not monitor):
         raise TypeError(f"monitor must be the name of a metric, not {monitor!r}")
+    if monitor is not None and not (_is_text(monitor) and names.is_monitor(monitor)):
+        raise ValueError(f"monitor must be of at most {names.MAX_MONITOR} bytes of text: {monitor[:80]!r}")
     if values["keep_best"] and monitor is None:
         raise ValueError("keep_best needs monitor, the key of metrics that tells which step is best")
     for name, globs in (("replicated", replicated), ("per_rank", per_rank)):

@@ -197,7 +197,7 @@ class Session:
 
     def _place(self) -> Place:
         assert self.run is not None and self.incarnation is not None
-        return Place(self.run, self.incarnation, self.parent, self._writer_id)
+        return Place(self.run, self.incarnation, self.parent, self._writer_id, self.options.policy.recorded())
 
     def _with(self, roster: Roster, record: Manifest) -> Roster:
         """`roster`, taken just before the commit of `record`, as it is after it: a second scan would tell no more."""
