@@ -244,13 +244,15 @@ def test_the_codes_of_errors_follow_the_tree() -> None:
     wanted = {
         ckpt.NotCommittedError: 4,
         ckpt.StorageUnavailableError: 5,
-        ckpt.OutOfSpaceError: 5,
+        ckpt.OutOfSpaceError: 1,
         ckpt.CorruptCheckpointError: 1,
         ckpt.UnsupportedFormatError: 1,
         ckpt.LockedError: 1,
         ckpt.StateMismatchError: 1,
     }
     assert {kind: failure(kind("x", step=3, hint="y"))[0] for kind in wanted} == wanted
+    for stage, code in (("read", 5), ("list", 5), ("write", 1), ("rename", 1), ("lock", 1)):
+        assert failure(ckpt.StorageUnavailableError("x", stage=stage))[0] == code
     assert failure(ckpt.LockedError("x", step=3, hint="y"))[1]["error"]["step"] == 3
 
 

@@ -175,7 +175,7 @@ def test_safetensors_hold_the_modules_names_ties_under_each(root: Path, tmp_path
 
 
 def test_a_pt_file_is_taken_by_a_safe_load_with_its_ties(root: Path, tmp_path: Path) -> None:
-    (path,) = ckpt.export(step_dir(root, 10), tmp_path / "weights.pt", format="torch")
+    (path,) = ckpt.export(step_dir(root, 10), tmp_path / "weights.pt")
     found = torch.load(path, weights_only=True)
     assert same(found, root) and found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
 
@@ -184,7 +184,7 @@ def test_a_pt_file_is_taken_by_a_safe_load_with_its_ties(root: Path, tmp_path: P
 def test_a_module_inside_a_container_goes_by_its_path(tmp_path: Path, kind: str) -> None:
     save_run(tmp_path / "run", 1, parts={"nets": {"g": net(1), "d": [net(2), net(3)]}})
     for name, seed in (("nets/g", 1), ("nets/d/1", 3)):
-        (path,) = ckpt.export(tmp_path / "run", tmp_path / f"{kind}{seed}.bin", name=name, format=kind)
+        (path,) = ckpt.export(tmp_path / "run", tmp_path / f"{kind}{seed}.{kind}", name=name, format=kind)
         found = safetensors.torch.load_file(path) if kind == "safetensors" else torch.load(path, weights_only=True)
         assert set(found) == set(net().state_dict()) and torch.equal(found["2.weight"], net(seed)[2].weight)
 
@@ -268,7 +268,7 @@ def test_a_failed_export_leaves_nothing(root: Path, tmp_path: Path) -> None:
 def test_wrong_arguments_of_export_are_told(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ckpt.StateMismatchError, match="names with tensors: model, optimizer"):
         ckpt.export(root, tmp_path / "x.safetensors", name="nope")
-    for arguments in ({"format": "onnx"}, {"format": "dcp"}, {"max_shard_bytes": 0}):
+    for arguments in ({"format": "onnx"}, {"format": "dcp"}, {"format": "torch"}, {"max_shard_bytes": 0}):
         with pytest.raises(ValueError, match="."):
             ckpt.export(root, tmp_path / "x.safetensors", **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="local"):

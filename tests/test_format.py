@@ -109,7 +109,7 @@ def test_a_listing_reads_everything_but_the_tensor_table() -> None:
     manifest = small_manifest(environment={"trap": {"tensors": {"names": []}}}, metrics={})
     data = manifest.encode()
     head = Manifest.parse(data, tables=False)
-    for key in ("run", "save", "incarnation", "parent", "step", "time", "files", "groups", "parts", "world", "timings", "policy"):
+    for key in ("run", "save", "incarnation", "parent", "step", "time", "files", "groups", "parts", "world", "timings"):
         assert getattr(head, key) == getattr(manifest, key)
     assert head.environment == manifest.environment
     assert "model/w" not in repr(head)

@@ -35,17 +35,10 @@ def export(
       ckpt export runs/demo/step-00000500 model.pt
     """
     from ckpt.cli.bars import bar
-    from ckpt.edges.exporting import MAX_SHARD_BYTES
+    from ckpt.edges.exporting import MAX_SHARD_BYTES, format_of
     from ckpt.edges.exporting import export as write
 
-    ending = out.rpartition(".")[2].lower()
-    meant = "torch" if ending in ("pt", "pth", "bin") else "safetensors"
-    kind = kind or meant
-    if (kind == "safetensors" and meant == "torch") or (kind == "torch" and ending == "safetensors"):
-        # Whoever opens the file goes by its ending.
-        raise click.UsageError(
-            f"OUT ends in .{ending}, which is not the format {kind}; leave out --format or rename OUT"
-        )
+    kind = format_of(out, kind)
     if kind == "dcp":
         raise click.UsageError("this version cannot write the dcp format yet; use safetensors or torch")
     with bar("export") as progress:

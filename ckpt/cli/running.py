@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from ckpt.cli.screen import Screen, clean
-from ckpt.errors import CheckpointError, NotCommittedError, StorageUnavailableError
+from ckpt.errors import CheckpointError, NotCommittedError, OutOfSpaceError, StorageUnavailableError
+
+_WRITING = ("write", "put", "make folder", "fsync", "rename", "remove", "lock", "commit")
 
 FINE, FAILED, USAGE, FINDINGS, NOTHING, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
@@ -91,7 +93,8 @@ def code_of(error: BaseException) -> int:
     if isinstance(error, NotCommittedError):
         return NOTHING
     if isinstance(error, StorageUnavailableError):
-        return UNREACHABLE
+        writing = isinstance(error, OutOfSpaceError) or error.stage in _WRITING
+        return FAILED if writing else UNREACHABLE
     if isinstance(error, click.UsageError):
         return USAGE
     if isinstance(error, (ValueError, TypeError)) and not isinstance(error, CheckpointError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -14,6 +15,8 @@ from ckpt.errors import CheckpointError, LockedError, StorageUnavailableError, t
 from ckpt.format import names
 from ckpt.storage.base import Storage
 from ckpt.storage.local import LocalStorage
+
+log = logging.getLogger("ckpt")
 
 _OWNER = f"{names.LOCK}.owner"
 _in_process: dict[str, tuple[int, float]] = {}  # roots that live in this process only: url -> (id of the lock, since)
@@ -52,9 +55,13 @@ class RootLock:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
             # thread_local=False: the writer's thread and the caller's share one lock.
             self._file = FileLock(path, thread_local=False)
-            self._file.acquire(timeout=min(timeout, threading.TIMEOUT_MAX), poll_interval=0.05)
-        except Timeout as error:
-            raise self._locked(self._owner()) from error
+            try:
+                self._file.acquire(timeout=0)
+            except Timeout:
+                self._tell_wait(self._owner(), timeout)
+                self._file.acquire(timeout=min(timeout, threading.TIMEOUT_MAX), poll_interval=0.05)
+        except Timeout:
+            raise self._locked(self._owner()) from None
         except (OSError, NotImplementedError) as error:
             where = os.path.join(storage.root, names.LOCK)
             if isinstance(error, OSError):
@@ -72,6 +79,8 @@ class RootLock:
     def _acquire_in_process(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with _guard:
+            if self.storage.url in _in_process:
+                self._tell_wait({"pid": os.getpid()}, timeout)
             while self.storage.url in _in_process:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -79,6 +88,14 @@ class RootLock:
                     raise self._locked({"host": socket.gethostname(), "pid": os.getpid(), "since": since})
                 _guard.wait(min(left, threading.TIMEOUT_MAX))
             _in_process[self.storage.url] = (id(self), time.time())
+
+    def _tell_wait(self, owner: dict[str, Any], timeout: float) -> None:
+        if timeout > 0:
+            pid = owner.get("pid")
+            log.info(
+                "waiting up to %g s for the lock of %s, held by process %s",
+                timeout, self.storage.url, "?" if pid is None else pid,
+            )  # fmt: skip
 
     def _owner(self) -> dict[str, Any]:
         try:

@@ -38,6 +38,14 @@ class StateDict(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f'a StateDict has no attribute {name!r}: read state["{name}"]')
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_values":
+            raise AttributeError(f'a StateDict has no attribute {name!r}: write state["{name}"] = ...')
+        object.__setattr__(self, name, value)
+
     def __repr__(self) -> str:
         return f"StateDict({self._values!r})"
 

@@ -21,6 +21,7 @@ from ckpt.format.names import ALIGN, unescape
 from ckpt.storage.open import normalise
 
 FORMATS = ("safetensors", "torch", "dcp")
+_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 MAX_SHARD_BYTES = 5_000_000_000
 # The newer types of the safetensors format, which a checkpoint's own files spell as bytes for its older readers.
 _NEWER = {"complex64": "C64", "float8_e8m0fnu": "F8_E8M0"}
@@ -47,7 +48,7 @@ def export(
     path: Any,
     out: Any,
     *,
-    format: str = "safetensors",
+    format: str | None = None,
     name: str = "model",
     step: int | None = None,
     overwrite: bool = False,
@@ -58,16 +59,17 @@ def export(
 
     path: a step's folder, or a root, whose newest committed step (or `step`) is meant. out: a local file; without an
     extension a folder, made when missing, that gets "model.safetensors" or "model.pt". Keys are the fully qualified
-    names. format: "safetensors": tied tensors are written under each name; more than `max_shard_bytes` become shards
-    "model-00001-of-00003.safetensors" and "model.safetensors.index.json" beside them, as transformers reads them.
-    "torch": a state dict that `torch.load(weights_only=True)` takes; ties stay ties.
+    names. format: when None as the ending of `out` says (".pt", ".pth" and ".bin" are "torch", all else "safetensors");
+    one that contradicts it is refused. "safetensors": tied tensors are written under each name; more than
+    `max_shard_bytes` become shards "model-00001-of-00003.safetensors" and "model.safetensors.index.json" beside them,
+    as transformers reads them. "torch": a state dict that `torch.load(weights_only=True)` takes; ties stay ties.
 
     Each tensor is checked against its digest. Files appear whole, under their name at last, durable on return. Needs
     memory for the largest file. Raises FileExistsError when `out` is there, unless `overwrite`; StateMismatchError for
-    an unknown `name`; UnsupportedStateError for what the format cannot hold, ValueError for an unknown format.
+    an unknown `name`; UnsupportedStateError for what the format cannot hold, ValueError for a format
+    that is unknown or not what the ending promises.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    format = format_of(out, format)
     if format == "dcp":
         raise ValueError("this version cannot write the dcp format yet; use safetensors or torch")
     if max_shard_bytes < 1:
@@ -78,6 +80,20 @@ def export(
         return _export(stored, stem, folder, format, name, overwrite, max_shard_bytes, progress)
 
     return use(path, step, lambda found: write(rank_view(found.stored())))
+
+
+def format_of(out: Any, format: str | None) -> str:
+    """The format that `export` writes to `out`; ValueError as there."""
+    ending = os.path.splitext(str(normalise(out)[0]))[1].lower()
+    meant = _ENDINGS.get(ending)
+    if format is None:
+        return meant or "safetensors"
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if meant not in (None, format):
+        # Whoever opens the file goes by its ending.
+        raise ValueError(f"a file that ends in {ending} is {meant}, not {format}: leave the format out, or rename it")
+    return format
 
 
 def _export(

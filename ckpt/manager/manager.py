@@ -75,6 +75,10 @@ class CheckpointManager(ManagerBase):
         deadline_s: float = 1800,
         exit_timeout: float = 60,
     ) -> None:
+        if state is not None and not isinstance(state, Mapping):
+            raise TypeError(
+                f'state must be a mapping of names to objects, as {{"model": model}}, not {type(state).__name__}'
+            )
         given = {name: value for name, value in locals().items() if name not in ("self", "root", "state", "__class__")}
         super().__init__(root, options.check(**given), storage_options)
         for name, obj in (state or {}).items():
@@ -170,7 +174,7 @@ class CheckpointManager(ManagerBase):
     def _loop(self, total: int, loader: Iterable[Any] | None) -> Iterator[Any]:
         step = self._completed
         if step >= total:
-            log.info("nothing left to do: step %d of %d is done", step, total)
+            log.info("nothing left to do: step %d of total=%d is done in %s", step, total, self._storage.url)
             return
         feed = None if loader is None else Batches(loader, self._restore_rng_once)
         if feed is None:

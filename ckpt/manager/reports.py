@@ -27,6 +27,12 @@ class SaveReport:
     durable: bool
     error: CheckpointError | None = None
 
+    def __str__(self) -> str:
+        if not self.durable:
+            return f"step {self.step} was not saved: {self.error or self.path}"
+        took = f"{self.write_s:.3f} s, training waited {self.stall_s:.3f} s"
+        return f"saved step {self.step} as {self.path}: {self.bytes:,} bytes in {took}"
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -48,6 +54,12 @@ class Receipt:
     environment_then: Mapping[str, Any]
     environment_now: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return self.exactness
+        count = f"{len(self.restored)} object{'s' if len(self.restored) != 1 else ''}"
+        return f"resumed step {self.step} of {self.path}: {self.exactness}, {count}"
 
 
 def environment() -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Restorer:
         self._options = options
         self._plan: RestorePlan | None = None
         self._rng_pending = False
+        self._told_of_loader = False
         self._late = True  # whether RNG was put back after iterators were made, or nothing needs it
         self._unsure: Callable[[], list[str]] | None = None  # looks, once, whether the restored state is in use
         self.broken: BaseException | None = None  # what left the live state half overwritten
@@ -161,14 +162,26 @@ class Restorer:
             self.restore_rng()
 
     def check_loader(self, loader: Iterable[Any] | None) -> None:
-        """Tells, in the log and the receipt, of a loader whose position was not brought back."""
-        if loader is None or self.receipt is None or self.receipt.path is None:
+        """Tells, in the log and the receipt, of a loader whose position was not brought back; at a fresh start of one
+        whose position will not be, while it costs nothing to mend."""
+        if loader is None or self.receipt is None:
             return
-        if any(obj is loader for obj in self._registry.all_objects().values()):
+        registered = self._registry.all_objects().values()
+        if any(obj is loader for obj in registered):
             return
         why = "is not registered" if remembers(loader) else "cannot tell its position"
+        what = 'register it: state["loader"] = loader'
+        if not remembers(loader):
+            what = f"a {type(loader).__name__} cannot be resumed: use a ckpt.ResumableLoader and {what}"
+        if self.receipt.path is None:
+            order = getattr(loader, "sampler", None)
+            if not self._told_of_loader and not any(obj is order for obj in registered):
+                self._told_of_loader = True
+                log.warning("the loader %s, so that after a resume the data starts over; %s", why, what)
+            return
         reason = f"the loader {why}: the data starts over at its beginning"
-        log.warning("%s; use a ckpt.ResumableLoader and register it", reason)
+        if reason not in self.receipt.exactness:
+            log.warning("%s; %s", reason, what)
         self._add_reason(reason)
 
     def _add_reason(self, reason: str) -> None:

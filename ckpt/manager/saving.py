@@ -85,7 +85,11 @@ class Saver:
         monitor = self._options.monitor
         if monitor is not None and monitor not in metrics and not self._monitor_missed:
             self._monitor_missed = True
-            log.warning("metrics lack %r: step %d is no candidate for best", monitor, number)
+            log.warning(
+                "metrics lack %r: step %d is no candidate for best; call manager.save(step, metrics={%r: ...}) in the "
+                "body of the loop",
+                monitor, number, monitor,
+            )  # fmt: skip
         if self._writer.busy:
             if self._options.when_busy == "skip" and not force:
                 self.skipped += 1
