@@ -23,6 +23,7 @@ from manager_support import (
     write_steps,
 )  # fmt: skip
 
+import ckpt
 from ckpt import points
 
 pytestmark = pytest.mark.full
@@ -225,3 +226,20 @@ def test_a_manager_collected_on_another_thread_leaves_signals_to_whom_they_belon
         assert not made._session.lock.held
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_right_after_a_step_boundary_saves_the_step_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LIFE-01: between the look at the flag and the next body."""
+    made = ckpt.CheckpointManager(tmp_path, {"s": ckpt.StateDict(a=1)}, on_signal=("SIGTERM",), save_every_steps=1000)
+    after = made._after_body
+
+    def late(step: int, last: bool) -> None:
+        after(step, last)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(made, "_after_body", late)
+    with made:
+        assert list(made.loop(10)) == [1, 2, 3, 4] and made.latest_step == 4

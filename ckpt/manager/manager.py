@@ -181,7 +181,8 @@ class CheckpointManager(ManagerBase):
             # Whoever seeds or makes an iterator between `resume` and the loop must not undo the restore.
             self._restore_rng_once()
         left = self._left_open()
-        while step < total and not self.should_stop:
+        stop = self.should_stop
+        while step < total and not stop:
             if left is not None and left.loader is loader and remembers(loader):
                 # The loader stands behind this batch already: a new one would leave it out.
                 batch = left.batch
@@ -192,7 +193,9 @@ class CheckpointManager(ManagerBase):
             self._body = _Body(step, loader, batch)
             yield step if feed is None else (step, batch)
             self._completed, self._body = step, None
-            self._after_body(step, total)
+            # Looked at once a step: a signal between two looks would end the loop with its last step unsaved.
+            stop = self.should_stop
+            self._after_body(step, stop or step == total)
         self.wait()
 
     def _left_open(self) -> _Body | None:
@@ -203,13 +206,9 @@ class CheckpointManager(ManagerBase):
         with self._moment():
             self._restorer.restore_rng_once()
 
-    def _after_body(self, step: int, total: int) -> None:
-        if step in self._session.known:
-            return
-        if self.should_stop or step == total:
-            self.save(step, force=True)
-        else:
-            self.save(step)
+    def _after_body(self, step: int, last: bool) -> None:
+        if step not in self._session.known:
+            self.save(step, force=last)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """One epoch of any loader, with the late restore that makes a resume exact: the iterator is made, which may
