@@ -175,7 +175,7 @@ def test_safetensors_hold_the_modules_names_ties_under_each(root: Path, tmp_path
 
 
 def test_a_pt_file_is_taken_by_a_safe_load_with_its_ties(root: Path, tmp_path: Path) -> None:
-    (path,) = ckpt.export(step_dir(root, 10), tmp_path / "weights.pt")
+    (path,) = ckpt.export(step_dir(root, 10), tmp_path / "weights.pt", format="torch")
     found = torch.load(path, weights_only=True)
     assert same(found, root) and found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
 

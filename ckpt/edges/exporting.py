@@ -48,7 +48,7 @@ def export(
     path: Any,
     out: Any,
     *,
-    format: str | None = None,
+    format: str = "safetensors",
     name: str = "model",
     step: int | None = None,
     overwrite: bool = False,
@@ -59,7 +59,7 @@ def export(
 
     path: a step's folder, or a root, whose newest committed step (or `step`) is meant. out: a local file; without an
     extension a folder, made when missing, that gets "model.safetensors" or "model.pt". Keys are the fully qualified
-    names. format: when None as the ending of `out` says (".pt", ".pth" and ".bin" are "torch", all else "safetensors");
+    names. format: must be what the ending of `out` promises (".pt", ".pth" and ".bin" are "torch");
     one that contradicts it is refused. "safetensors": tied tensors are written under each name; more than
     `max_shard_bytes` become shards "model-00001-of-00003.safetensors" and "model.safetensors.index.json" beside them,
     as transformers reads them. "torch": a state dict that `torch.load(weights_only=True)` takes; ties stay ties.
@@ -92,7 +92,7 @@ def format_of(out: Any, format: str | None) -> str:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     if meant not in (None, format):
         # Whoever opens the file goes by its ending.
-        raise ValueError(f"a file that ends in {ending} is {meant}, not {format}: leave the format out, or rename it")
+        raise ValueError(f"a file that ends in {ending} is {meant}, not {format}: name that format, or rename the file")
     return format
 
 
