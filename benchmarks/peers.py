@@ -103,15 +103,18 @@ class Ckpt(Peer):
         super().close()
 
 
-class TorchSave(Peer):
-    name = "torch.save + fsync + rename"
+class OneFile(Peer):
+    """Writes one file beside its name, fsyncs it, renames it, fsyncs the folder."""
+
+    def write(self, draft: Path) -> None:
+        raise NotImplementedError
 
     def save(self) -> float:
         path = self.fresh()
 
         def work() -> None:
             draft = path.with_suffix(".tmp")
-            torch.save(nested(self.state), draft)
+            self.write(draft)
             fsync(draft)
             os.replace(draft, path)
             fsync(self.folder)
@@ -119,6 +122,13 @@ class TorchSave(Peer):
         took = seconds(work)
         self.path = path
         return took
+
+
+class TorchSave(OneFile):
+    name = "torch.save + fsync + rename"
+
+    def write(self, draft: Path) -> None:
+        torch.save(nested(self.state), draft)
 
     def load(self) -> float:
         def work() -> None:
@@ -176,24 +186,13 @@ class Dcp2(Dcp):
     threads = 2
 
 
-class Safetensors(Peer):
+class Safetensors(OneFile):
     name = "safetensors + fsync + rename (tensors only)"
 
-    def save(self) -> float:
+    def write(self, draft: Path) -> None:
         from safetensors.torch import save_file
 
-        path = self.fresh()
-
-        def work() -> None:
-            draft = path.with_suffix(".tmp")
-            save_file(flat(self.state), draft)
-            fsync(draft)
-            os.replace(draft, path)
-            fsync(self.folder)
-
-        took = seconds(work)
-        self.path = path
-        return took
+        save_file(flat(self.state), draft)
 
     def load(self) -> float:
         from safetensors.torch import load_file
